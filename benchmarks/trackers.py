@@ -57,7 +57,7 @@ def open_logger(folder: Path, trackers: list[str]) -> Any:
     )
     folder.mkdir()
     logger = RunLogger(folder, compose_config([*choice, "tracker.console=quiet", "tracker.page=false"]).tracker)
-    logger.start({}, total_steps=1, attempt=1, run_config={}, resume_at=None, tracker_id=None)
+    logger.start({}, total_steps=1, attempt=1, run_config={}, saved=None, tracker_id=None)
     deadline = time.monotonic() + START_TIMEOUT
     while sum(f"{name}: " in (folder / "train.log").read_text(encoding="utf-8") for name in trackers) < len(trackers):
         if time.monotonic() > deadline:
@@ -120,7 +120,7 @@ def measure(
     }
     cost = {name: (started[name], logging_seconds(logger), per_record[name]) for name, logger in loggers.items()}
     for logger in loggers.values():
-        logger.finish("completed", {})
+        logger.finish("completed")
     return seconds, cost
 
 

@@ -145,7 +145,7 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     yield make
     upcast_products(False)
     for state in made:
-        state.logger.finish("completed", {})  # closes its files
+        state.logger.finish("completed")  # closes its files
 
 
 @pytest.fixture(scope="session")

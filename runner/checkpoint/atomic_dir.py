@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from common import filesystem
 from common.errors import FULL_DISK_ERRORS
 from common.filesystem import (
     Chunks,
+    as_chunks,
     atomic_path,
     describe_disk_error,
     dump_sealed_json,
@@ -57,22 +58,21 @@ class SaveError(OSError):
 def write_atomic_dir(
     parent: Path,
     name: str,
-    files: Mapping[str, Chunks | Callable[[], Chunks]],
+    files: Mapping[str, Chunks],
     manifest: dict[str, Any],
-    size: int = 0,
 ) -> None:
     """Commit the folder `parent/name` with these files; once this returns, it survives a power cut.
 
-    A callable returns the content of its file and is called when that file is written, so that only one file's content
-    is in memory at a time. `size` is their total size in bytes; it is checked against the free space first. The
-    fields of `manifest` are stored in MANIFEST.json. A valid folder of that name is left as it is, an invalid one is
-    replaced. Raises SaveError, after removing what was written, if the disk is full, read-only or broken.
+    Their size is checked against the free space first. The fields of `manifest` are stored in MANIFEST.json. A valid
+    folder of that name is left as it is, an invalid one is replaced. Raises SaveError, after removing what was written,
+    if the disk is full, read-only or broken.
     """
     assert all(FILE_NAME.fullmatch(file) and file != MANIFEST_FILE for file in files), (
         f"file names that could not be read back: {list(files)}"
     )
     assert not manifest.keys() & {"files", "name", "sha256"}, f"reserved fields of the manifest: {list(manifest)}"
-    target = parent / name
+    contents = {file: list(as_chunks(data)) for file, data in files.items()}
+    target, size = parent / name, sum(len(view) for views in contents.values() for view in views)
     try:
         if os.path.lexists(target):
             if verify_dir(target) is None:
@@ -84,9 +84,7 @@ def write_atomic_dir(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with atomic_path(target) as temp:
             filesystem.fs.mkdir(temp)
-            entries = {}
-            for file, data in files.items():
-                entries[file] = write_hashed_file(temp / file, data() if callable(data) else data)
+            entries = {file: write_hashed_file(temp / file, views) for file, views in contents.items()}
             write_new_file(temp / MANIFEST_FILE, dump_sealed_json({**manifest, "name": name, "files": entries}))
             sync_path(temp)
         _verified[str(target)] = _stat_signature(target)  # so that pruning does not read it back

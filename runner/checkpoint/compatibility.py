@@ -7,7 +7,6 @@ the environment.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 import shutil
@@ -19,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from common.filesystem import sha256_of_json
 from common.paths import REPO_ROOT
 from common.registry import plugin_files
 from common.settings import OnResume, resume_rules, setting_values
@@ -215,7 +215,7 @@ def settings_fingerprint(config: Any) -> str:
     """Return the sha256 of all settings that a number of the training depends on."""
     rules = run_rules(config)
     values = {key: value for key, value in setting_values(config).items() if rule_of(key, rules) != "ignored"}
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+    return sha256_of_json(values)
 
 
 def rule_of(fact: str, rules: Mapping[str, str]) -> str:

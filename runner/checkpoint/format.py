@@ -9,8 +9,7 @@ step-00000120/ model.safetensors      all tensors of the model, fp32 (adapters o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,13 +43,14 @@ def step_of(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-def checkpoint_files(tensors: CheckpointTensors, state: Mapping[str, Any]) -> dict[str, Callable[[], Chunks]]:
-    """Return file name -> function that returns its content. `tensors` are in host memory."""
-    state_json = json.dumps({"format": CHECKPOINT_FORMAT, **state}, indent=1).encode()
-    return {
-        **{TENSOR_FILES[file]: partial(safetensors_chunks, named) for file, named in tensors.items()},
-        STATE_FILE: lambda: state_json,
-    }
+def state_file(state: Mapping[str, Any]) -> dict[str, Chunks]:
+    """Return the name and the content of state.json."""
+    return {STATE_FILE: json.dumps({"format": CHECKPOINT_FORMAT, **state}, indent=1).encode()}
+
+
+def tensor_files(tensors: CheckpointTensors) -> dict[str, Chunks]:
+    """Return file name -> content. `tensors` are in host memory."""
+    return {TENSOR_FILES[file]: safetensors_chunks(named) for file, named in tensors.items()}
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

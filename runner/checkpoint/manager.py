@@ -17,10 +17,10 @@ from runner.checkpoint.compatibility import diff_facts
 from runner.checkpoint.format import (
     CHECKPOINTS_DIR,
     CheckpointTensors,
-    checkpoint_files,
     checkpoint_name,
     read_checkpoint_tensors,
     read_state,
+    state_file,
     step_of,
 )
 from runner.checkpoint.saving import (
@@ -123,11 +123,7 @@ class CheckpointManager:
             return self._handle_failure(step, error)
         if not self.is_rank_zero:
             return None
-        files, size = (
-            checkpoint_files(tensors, state),
-            sum(tensor.nbytes for named in tensors.values() for tensor in named.values()),
-        )
-        self._submit(checkpoint_name(step), partial(write_checkpoint, self.dir, step, files, size))
+        self._submit(checkpoint_name(step), partial(write_checkpoint, self.dir, step, tensors, state_file(state)))
         self.saved_step, self._weights_in_flight = step, tensors["model"]
         self._stall += time.perf_counter() - started
 

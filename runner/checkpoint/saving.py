@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,15 @@ from common import filesystem
 from common.errors import DISK_ERRORS, FULL_DISK_ERRORS
 from common.filesystem import Chunks, read_bounded
 from runner.checkpoint import atomic_dir
-from runner.checkpoint.format import TENSOR_FILES, checkpoint_name, read_state, safetensors_chunks, step_of
+from runner.checkpoint.format import (
+    TENSOR_FILES,
+    CheckpointTensors,
+    checkpoint_name,
+    read_state,
+    safetensors_chunks,
+    step_of,
+    tensor_files,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,8 +104,7 @@ class BestWeights:
     weights: Mapping[str, Tensor]  # in host memory
 
     def write(self, checkpoints: Path) -> None:
-        size = sum(tensor.nbytes for tensor in self.weights.values())
-        write_best_weights(checkpoints, self.step, self.loss, partial(safetensors_chunks, self.weights), size)
+        write_best_weights(checkpoints, self.step, self.loss, safetensors_chunks(self.weights))
 
 
 def copy_to_host(sources: Mapping[str, Callable[[], Tensor]], keep: bool) -> dict[str, Tensor]:
@@ -115,10 +121,9 @@ def copy_to_host(sources: Mapping[str, Callable[[], Tensor]], keep: bool) -> dic
     return copies
 
 
-def write_checkpoint(
-    checkpoints: Path, step: int, files: Mapping[str, Chunks | Callable[[], Chunks]], size: int
-) -> None:
-    atomic_dir.write_atomic_dir(checkpoints, checkpoint_name(step), files, {}, size)
+def write_checkpoint(checkpoints: Path, step: int, tensors: CheckpointTensors, files: dict[str, Chunks]) -> None:
+    """Commit the checkpoint of `step` with `tensors` and other `files`. Raises OSError."""
+    atomic_dir.write_atomic_dir(checkpoints, checkpoint_name(step), tensor_files(tensors) | files, {})
     atomic_dir.write_pointer(checkpoints, "latest", checkpoint_name(step))
 
 
@@ -140,11 +145,10 @@ def best_dirname(step: int) -> str:
     return f"best-{step:08d}"
 
 
-def write_best_weights(checkpoints: Path, step: int, loss: float, weights: Callable[[], Chunks], size: int) -> None:
-    """Commit the weights of `step` (`size` bytes) as a folder of their own. Raises OSError."""
-    atomic_dir.write_atomic_dir(
-        checkpoints, best_dirname(step), {TENSOR_FILES["model"]: weights}, {"step": step, "loss": loss}, size
-    )
+def write_best_weights(checkpoints: Path, step: int, loss: float, weights: Chunks) -> None:
+    """Commit the weights of `step` as a folder of their own. Raises OSError."""
+    files = {TENSOR_FILES["model"]: weights}
+    atomic_dir.write_atomic_dir(checkpoints, best_dirname(step), files, {"step": step, "loss": loss})
     point_to_best(checkpoints, step)
 
 

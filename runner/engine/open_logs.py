@@ -26,9 +26,8 @@ def open_logs(state: TrainState) -> None:
         total_steps=state.total_steps,
         attempt=state.metadata.attempt,
         run_config=dataclasses.asdict(state.cfg),
-        resume_at=state.log_position,
+        saved=state.saved_logs,
         tracker_id=state.tracker_id or state.metadata.fields["id"],
-        proof=state.log_checksum,
         first_step=state.progress.step,
         first_tokens=state.progress.tokens,
     )

@@ -25,7 +25,7 @@ from runner.engine.device.signals import StopRequests
 from runner.engine.optim.groups import OptimizerGroup
 from runner.engine.optim.schedules import describe_lr_jump
 from runner.run_dir.metadata import RunMetadata
-from runner.tracking.jsonl import LogChecksum
+from runner.tracking.jsonl import SavedLogs
 from runner.tracking.logger import RunLogger
 
 if TYPE_CHECKING:
@@ -112,8 +112,7 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     # the newest steps, whose losses are still on the device
     pending_steps: list[StepOutput] = field(default_factory=list)
-    log_position: dict[str, int] | None = None  # bytes of each log at the checkpoint that was loaded
-    log_checksum: LogChecksum | None = None  # what that checkpoint knows of the logs
+    saved_logs: SavedLogs | None = None  # what the checkpoint that was loaded knows of the logs
     tracker_id: str | None = None
     stop: StopRequests = field(default_factory=StopRequests)  # of this rank
     first_step: int = 0  # steps that were done when this attempt began
@@ -224,8 +223,7 @@ class TrainState:
             rng.set_rng_state(saved["rng"][rank])
         else:  # the checkpoint was saved by fewer ranks
             rng.seed_all((self.cfg.seed + rank + self.progress.step * self.dist.size) % 2**32)
-        self.log_position, self.tracker_id = saved["log"], saved["tracker_id"]
-        self.log_checksum = LogChecksum.of_state(saved)
+        self.saved_logs, self.tracker_id = SavedLogs.of_state(saved), saved["tracker_id"]
 
     def follow_run_dir(self) -> None:
         """Let the last save and record of a run whose directory was moved go to where it is now."""

@@ -52,7 +52,7 @@ def train_to_step(cfg: Config, run_dir: Path, stop_at: int | None) -> None:
     except Interrupted:
         if state.progress.step != stop_at:
             raise StopRequested from None
-    state.logger.finish("completed" if stop_at is None else "interrupted", {})
+    state.logger.finish("completed" if stop_at is None else "interrupted")
 
 
 def diff_run_dirs(one: Path, other: Path) -> list[str]:

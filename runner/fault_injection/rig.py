@@ -324,24 +324,15 @@ class Trial:
 
 def run_reference(rig: Rig, name: str = "reference") -> UninterruptedRun:
     """Run the command undisturbed. Raises UserError if it does not complete."""
-    run_dir, probe = rig.folder / name / "run", PhaseProbe()
-    run_dir.parent.mkdir(parents=True)
-    hook = DiskHook(run_dir)
-
-    def prepare() -> None:
-        probe.install()
-        hook.install()
-
+    trial = Trial(rig, name, 1, seed=0)
     rig.clear_cache()
-    launch = launch_training(rig.argv(run_dir), run_dir.parent / "launch1.txt", prepare)
-    launch.wait(rig.timeout)
-    seconds = time.monotonic() - launch.started
-    if launch.code != OK:
+    hook = DiskHook(trial.run_dir)
+    launch = trial.launch(prepare=hook.install)
+    if trial.end() != OK:
         raise UserError(
             f"the undisturbed run ended with exit code {launch.code}:\n{launch.text()[-2000:]}",
             shlex.join([*command_line("train"), *rig.overrides]),
             "correct the command; nothing was disturbed yet",
         )
-    return UninterruptedRun(
-        run_dir, seconds, probe, hook.calls, int(read_json_object(run_dir / "run.json").get("step", 0))
-    )
+    step = int(read_json_object(trial.run_dir / "run.json").get("step", 0))
+    return UninterruptedRun(trial.run_dir, trial.result.seconds, trial.probe, hook.calls, step)

@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import Any
 
 from common.errors import AlreadyReported, UserError, did_you_mean_path, print_note
 from common.filesystem import (
-    Chunks,
     open_regular,
     read_bounded,
     read_texts,
@@ -35,7 +34,7 @@ from common.settings import setting_values
 from data.tokenize.origin import COPIED_FILES, RUN_TOKENIZER
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.compatibility import ROWS_PER_STEP, diff_facts, run_rules
-from runner.checkpoint.format import CHECKPOINTS_DIR, STATE_FILE, TENSOR_FILES, checkpoint_files, read_state
+from runner.checkpoint.format import CHECKPOINTS_DIR, STATE_FILE, TENSOR_FILES, read_state, state_file
 from runner.checkpoint.manager import check_compatible
 from runner.checkpoint.saving import find_best_weights, write_best_weights, write_checkpoint
 from runner.config import compose, overrides, snapshot
@@ -231,8 +230,7 @@ def _write_state(metadata: RunMetadata, trunk: Trunk, settings: Path) -> int:
     progress["branch_step"] = step
     if best not in (None, step):
         if weights := find_best_weights(trunk.run / CHECKPOINTS_DIR, best):
-            content = _mapped(weights / TENSOR_FILES["model"])
-            write_best_weights(checkpoints, best, progress["best_loss"], lambda: content, len(content))
+            write_best_weights(checkpoints, best, progress["best_loss"], _mapped(weights / TENSOR_FILES["model"]))
         else:
             print_note(
                 f"the best weights of {trunk.run} until then, step {best}, were deleted: the best of the branch is chosen from here on"
@@ -254,9 +252,8 @@ def _write_state(metadata: RunMetadata, trunk: Trunk, settings: Path) -> int:
     metadata.adopt({name: value for name, value in trunk.fields.items() if name not in FIELDS_OF_TRUNK} | own)
     metadata.stored_files = recovery.read_stored_files(metadata.folder, settings)
     state = trunk.saved | {"progress": progress, "tracker_id": None, "log_sha256": checksums, "run": metadata.record()}
-    named: dict[str, Chunks | Callable[[], Chunks]] = {**checkpoint_files({}, state)}
-    tensors = {file: _mapped(trunk.checkpoint / file) for file in TENSOR_FILES.values()}
-    write_checkpoint(checkpoints, step, named | tensors, sum(map(len, tensors.values())))
+    copies = {file: _mapped(trunk.checkpoint / file) for file in TENSOR_FILES.values()}
+    write_checkpoint(checkpoints, step, {}, state_file(state) | copies)
     return int(step)
 
 

@@ -44,7 +44,7 @@ from runner.run_dir.contents import (
 )
 from runner.run_dir.lock import unusable_error
 from runner.run_dir.saved_config import CONFIG_FILE, MAX_YAML_BYTES, OVERRIDES_FILE, load_saved_config
-from runner.tracking.jsonl import LogChecksum, inspect_log
+from runner.tracking.jsonl import SavedLogs, inspect_log
 
 CONFIG, OVERRIDES, COPIES = str(CONFIG_FILE), str(OVERRIDES_FILE), f"{SNAPSHOT_DIR}/"
 LOGS = ("metrics", "samples")
@@ -380,7 +380,7 @@ def _check_logs(state: CheckpointState) -> Iterator[Problem]:
         if path.is_dir():
             continue
         content = read_from(path, 0) if os.path.lexists(path) else None
-        damage = inspect_log(name, content, saved["log"].get(name, 0), LogChecksum.of_state(saved))
+        damage = inspect_log(name, content, SavedLogs.of_state(saved))
         if damage is None:
             yield Problem(path.name, Severity.SOUND, "whole up to the checkpoint")
         else:

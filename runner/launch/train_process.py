@@ -232,8 +232,7 @@ def _record_end(state: TrainState, outcome: Outcome, error: str | None = None) -
     }
     if not state.pipeline.evaluates_training_rows:
         metrics |= {"best_val_loss": progress.best_loss, "best_step": progress.best_step}
-    shown = {name: value for name, value in metrics.items() if value is not None} | ({"error": error} if error else {})
-    state.logger.finish(STATUS_OF_OUTCOME.get(outcome, outcome), shown, _run_end(state, outcome, metrics))
+    state.logger.finish(STATUS_OF_OUTCOME.get(outcome, outcome), _run_end(state, outcome, metrics), error or "")
     # 0: nothing was loaded
     counters = (
         {"step": progress.step, "tokens": progress.tokens, "loss_tokens": progress.loss_tokens} if progress.step else {}
@@ -247,6 +246,7 @@ def _run_end(state: TrainState, outcome: Outcome, metrics: dict[str, Any]) -> Ru
     from runner.reporting.runs import REPORT_FILE
 
     export = state.metadata.fields.get("export") if outcome == Outcome.COMPLETED else None
+    checkpoint = state.metadata.fields.get("checkpoint")
     return RunEnd(
         step=state.progress.step,
         total_steps=state.total_steps,
@@ -254,7 +254,7 @@ def _run_end(state: TrainState, outcome: Outcome, metrics: dict[str, Any]) -> Ru
         loss_tokens=state.progress.loss_tokens,
         metrics=metrics,
         run_dir=state.run_dir,
-        checkpoint=state.metadata.fields.get("checkpoint"),
+        checkpoint=checkpoint and state.checkpoints.dir / checkpoint,
         model=f"{export['weights']} weights, step {export['step']:,}" if export else None,
         page=state.run_dir / REPORT_FILE if state.cfg.tracker.page else None,
         peak_memory=peak_memory(state.dist.device),

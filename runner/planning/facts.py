@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -291,7 +290,4 @@ def this_machine(device: str) -> Machine:
 
 def resident_bytes() -> int:
     """Return the memory of this process now, its peak where the system does not tell."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return peak_resident_bytes()
+    return proc_bytes(Path("/proc/self/status"), "VmRSS") or peak_resident_bytes()

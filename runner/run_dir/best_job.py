@@ -9,7 +9,6 @@ what that is worth.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 from common.errors import UserError, print_note
 from common.filesystem import read_json_object
 from common.guarded_files import check_own_files
-from runner.diagnostics.symptoms import FEW_ROWS, few_rows
+from runner.diagnostics.symptoms import FEW_ROWS, few_rows, finite_number
 from runner.run_dir.metadata import RunMetadata
 
 SEED_KEY = "seed"
@@ -50,7 +49,9 @@ def model_score(fields: Mapping[str, Any]) -> ModelScore | None:
     export = fields.get("export")
     if fields.get("status") != "completed" or not export:
         return None
-    return ModelScore(str(export.get("weights")), int(_finite(export.get("step")) or 0), _finite(export.get("loss")))
+    return ModelScore(
+        str(export.get("weights")), int(finite_number(export.get("step")) or 0), finite_number(export.get("loss"))
+    )
 
 
 def find_best_job(sweep: Path) -> Path:
@@ -168,7 +169,7 @@ def swept_sort_key(values: Mapping[str, str]) -> list[tuple[float, str]]:
 def parse_number(text: str) -> float | None:
     """Return the finite number that an override's value spells, or None."""
     try:
-        return _finite(float(text))
+        return finite_number(float(text))
     except ValueError:
         return None
 
@@ -196,9 +197,3 @@ def _read_jobs(sweep: Path) -> list[tuple[str, dict[str, str], dict[str, Any]]]:
             ):
                 found.append((name, overrides, run))
     return found
-
-
-def _finite(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
-        return None
-    return float(value)

@@ -311,21 +311,21 @@ def git_state(root: Path = REPO_ROOT) -> dict[str, str | None]:
     return {"commit": lines[1], "dirty": hashlib.sha256(changes).hexdigest() if changes else None}
 
 
-class GitReader:
+class GitReader(threading.Thread):
     """`git_state`, read by a thread: in a large repository git takes seconds."""
 
     def __init__(self) -> None:
-        self._state: dict[str, str | None] = {"commit": None, "dirty": None}
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
+        super().__init__(daemon=True)
+        self._git_state: dict[str, str | None] = {"commit": None, "dirty": None}
+        self.start()
 
-    def _read(self) -> None:
-        self._state = git_state()
+    def run(self) -> None:
+        self._git_state = git_state()
 
     def result(self, seconds: float = GIT_SECONDS) -> dict[str, str | None]:
         """Return `git_state`, unknown if git does not answer within `seconds` from now."""
-        self._thread.join(seconds)
-        return self._state
+        self.join(seconds)
+        return self._git_state
 
 
 def library_versions() -> dict[str, str]:

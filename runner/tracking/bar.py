@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
@@ -16,7 +15,7 @@ from runner.tracking.lines import LINE_WIDTH, Console, Event, LineConsole
 
 if TYPE_CHECKING:
     from rich.console import Console as RichTerminal
-    from rich.progress import Progress, ProgressColumn
+    from rich.progress import Progress
 
 MIN_WIDTH, MAX_WIDTH = 40, 120  # of a terminal
 CONTINUED = " \\"  # at the end of a line of a shell command that goes on
@@ -31,13 +30,11 @@ def is_live_terminal(stream: TextIO) -> bool:
 
 def cell_width(text: str) -> int:
     """Return the number of terminal cells of `text`: two for a wide character, none for a combining one."""
-    return len(text) if text.isascii() else sum(map(_cells, text))
+    if text.isascii():
+        return len(text)  # without an import of rich
+    from rich.cells import cell_len
 
-
-def _cells(character: str) -> int:
-    if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me"):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+    return cell_len(text)
 
 
 def pad(text: str, width: int, is_number: bool = False) -> str:
@@ -147,22 +144,29 @@ def open_terminal(stream: TextIO) -> RichTerminal:
     )
 
 
-def _create_bar(
-    terminal: RichTerminal, before: ProgressColumn, *after: ProgressColumn, transient: bool = False
+def open_bar(
+    terminal: RichTerminal, label: str, total: int | None, numbers: str, *, done: int = 0, title: str = ""
 ) -> Progress:
-    """Return a bar between other columns, with the field `numbers` of its task beside it."""
-    from rich.progress import BarColumn, Progress, TextColumn
+    """Show a bar of one task between `label`, a format of rich, and its field `numbers`.
+
+    With a `title` it also shows the time left, and disappears at the end. `total` None: it only moves.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Column
 
-    bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=BAR_MIN_CELLS))
-    numbers = TextColumn("{task.fields[numbers]}", markup=False, table_column=Column(no_wrap=True))
-    return Progress(
-        *(before, bar, numbers, *after),
+    progress = Progress(
+        TextColumn(label, markup=False, table_column=Column(no_wrap=True, max_width=TITLE_CELLS)),
+        BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=BAR_MIN_CELLS)),
+        TextColumn("{task.fields[numbers]}", markup=False, table_column=Column(no_wrap=True)),
+        *([TimeRemainingColumn()] if title else []),
         console=terminal,
         refresh_per_second=REFRESH_PER_SECOND,
         expand=True,
-        transient=transient,
+        transient=bool(title),
     )
+    progress.add_task(shorten_middle(title, TITLE_CELLS), total=total, completed=done, numbers=numbers)
+    progress.start()
+    return progress
 
 
 class BarConsole(Console):
@@ -186,16 +190,8 @@ class BarConsole(Console):
         else:
             self._terminal.print(text, markup=False, soft_wrap=True)
         if name == "start":
-            self._start_bar(event)
-
-    def _start_bar(self, event: Event) -> None:
-        from rich.progress import TextColumn
-        from rich.table import Column
-
-        steps = TextColumn("{task.completed}/{task.total}", table_column=Column(no_wrap=True))
-        self._bar = _create_bar(self._terminal, steps)
-        self._bar.add_task("train", total=event["total_steps"], completed=event["step"], numbers=self._numbers)
-        self._bar.start()
+            label, total = "{task.completed}/{task.total}", event["total_steps"]
+            self._bar = open_bar(self._terminal, label, total, self._numbers, done=event["step"])
 
     def _update(self, numbers: str, completed: int | None = None) -> None:
         if self._bar is not None:
@@ -205,34 +201,6 @@ class BarConsole(Console):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-
-
-class TaskBar:
-    """The bar of one long task: title, bar, `done/total unit`, time left. It disappears at the end."""
-
-    def __init__(self, title: str, unit: str, total: int, stream: TextIO) -> None:
-        from rich.progress import TextColumn, TimeRemainingColumn
-        from rich.table import Column
-
-        column = Column(overflow="ellipsis", no_wrap=True, max_width=TITLE_CELLS)
-        text = TextColumn("{task.description}", markup=False, table_column=column)
-        self._bar = _create_bar(open_terminal(stream), text, TimeRemainingColumn(), transient=True)
-        # None: a bar that only moves
-        self._task = self._bar.add_task(
-            shorten_middle(title, TITLE_CELLS), total=total or None, numbers=f"0/{total:,} {unit}"
-        )
-        self._bar.start()
-
-    def reset(self, title: str, unit: str, total: int) -> None:
-        """Begin another task in the same bar."""
-        title = shorten_middle(title, TITLE_CELLS)
-        self._bar.reset(self._task, total=total, description=title, numbers=f"0/{total:,} {unit}")
-
-    def update(self, done: int, count: str) -> None:
-        self._bar.update(self._task, completed=done, numbers=count)
-
-    def stop(self) -> None:
-        self._bar.stop()
 
 
 def open_console(mode: str, stream: TextIO | None = None) -> Console:

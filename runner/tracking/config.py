@@ -28,6 +28,7 @@ class TrackerConfig(CheckedSettings):
     SECTION = "tracker"
     ON_RESUME = "ignored"
     HAS_PROJECTS: ClassVar[bool] = True  # whether the tracker reads `project` and `mode`, if it has them
+    PACKAGE: ClassVar[str] = ""  # that the tracker needs, and the extra in pyproject.toml with it
 
     name: str  # none, a module of runner/tracking/trackers/, or a tracker that a plugin registers
     page: bool  # write report.html of the run while it trains, in at most 0.5 % of its time
@@ -42,7 +43,10 @@ class TrackerConfig(CheckedSettings):
         return None
 
     def check_installed(self) -> None:
-        """Raise UserError if a package that the tracker needs is not installed."""
+        """Raise UserError with the install command if the package that the tracker needs is not installed."""
+        if self.PACKAGE:
+            fix = f"pip install 'lm-runner[{self.PACKAGE}]', or tracker=none"
+            check_installed(self.PACKAGE, f"tracker={self.PACKAGE}", fix)
 
     def selected(self) -> list[TrackerConfig]:
         """Return the settings of each tracker that the run reports to."""
@@ -103,8 +107,3 @@ class ExternalTrackerConfig(TrackerConfig):
                     f"give {setting.name} a default in {cls.__name__}",
                 )
         return cls(**{setting.name: given[setting.name] for setting in settings if setting.name in given})
-
-
-def require_package(name: str, extra: str) -> None:
-    """Raise UserError with the install command if the package that `tracker=extra` needs cannot be imported."""
-    check_installed(name, f"tracker={extra}", f"pip install 'lm-runner[{extra}]', or tracker=none")

@@ -25,21 +25,22 @@ class JsonlLog:
     there is space again.
     """
 
-    def __init__(self, path: Path, position: int, attempt: int, proof: LogChecksum | None = None) -> None:
-        """Continue `path` at byte `position`; later records are moved to `<stem>.attempt<N>.jsonl`, N being the attempt
-        that wrote them.
+    def __init__(self, path: Path, attempt: int, saved: SavedLogs) -> None:
+        """Continue `path` at the byte of the checkpoint; later records are moved to `<stem>.attempt<N>.jsonl`, N being
+        the attempt that wrote them.
 
-        `proof`: what the checkpoint knows of the log. If the first `position` bytes are not those of the checkpoint,
-        their readable records are kept, a copy of the file is kept in `damaged/`, and `recovered` names what was lost.
+        If the bytes before are not those of the checkpoint, their readable records are kept, a copy of the file is kept
+        in `damaged/`, and `recovered` names what was lost.
         """
         self.path = path
         self.recovered: str | None = None
         self._pending = b""
         found = read_from(path, 0) if os.path.lexists(path) else None
         content = found or b""
+        position = saved.positions.get(path.stem, 0)
         kept, later = content[:position], content[position:]
         self._file = open_append(path)  # open as long as the run
-        damage = inspect_log(path.stem, found, position, proof or LogChecksum()) if position else None
+        damage = inspect_log(path.stem, found, saved)
         if damage:
             kept, later = b"".join(damage.kept), b"".join(damage.later)
             copy = keep_damaged(path.parent, path.name, content) if damage.dropped else ""
@@ -125,8 +126,8 @@ RECORD_ORDER = {"train": 0, "eval": 1}  # of records in metrics.jsonl, in the or
 
 
 @dataclass(frozen=True)
-class LogChecksum:
-    """What a checkpoint knows about the logs up to its step.
+class SavedLogs:
+    """What a checkpoint knows about the logs up to its step; the defaults are those of a new run.
 
     `losses`: of the last training steps, the newest last; None: not finite.
     """
@@ -135,11 +136,13 @@ class LogChecksum:
     losses: Sequence[float | None] = ()
     # log name -> checksum of its bytes up to the checkpoint
     sha256: Mapping[str, str] = field(default_factory=dict)
+    positions: Mapping[str, int] = field(default_factory=dict)  # log name -> length of these bytes
 
     @classmethod
-    def of_state(cls, saved: Mapping[str, Any]) -> LogChecksum:
-        """Return what a checkpoint with the state.json `saved` knows."""
-        return cls(saved["progress"]["step"], saved["progress"]["recent_losses"], saved["log_sha256"])
+    def of_state(cls, state: Mapping[str, Any]) -> SavedLogs:
+        """Return what a checkpoint with this state.json knows."""
+        progress = state["progress"]
+        return cls(progress["step"], progress["recent_losses"], state["log_sha256"], state["log"])
 
     def loss_at(self, step: int) -> tuple[bool, float | None]:
         """Return (whether the loss of `step` is known, the loss)."""
@@ -165,12 +168,12 @@ class LogDamage:
         return text + (f"; {_count(self.dropped, 'damaged or foreign line')} in {copy}" if self.dropped else "")
 
 
-def inspect_log(name: str, content: bytes | None, position: int, proof: LogChecksum) -> LogDamage | None:
-    """Return what is wrong with the first `position` bytes of the log `name` (metrics, samples), None if nothing is.
-    `content` None: no such file. Where `proof` has no checksum of the log, its size alone counts.
+def inspect_log(name: str, content: bytes | None, saved: SavedLogs) -> LogDamage | None:
+    """Return what is wrong with the bytes of the log `name` (metrics, samples) up to the checkpoint, None if nothing is.
+    `content` None: no such file. Where the checkpoint has no checksum of the log, its size alone counts.
     """
-    size = len(content or b"")
-    expected = proof.sha256.get(name)
+    size, position = len(content or b""), saved.positions.get(name, 0)
+    expected = saved.sha256.get(name)
     prefix = (content or b"")[:position]
     if size >= position and (expected is None or hashlib.sha256(prefix).hexdigest() == expected):
         return None
@@ -180,10 +183,10 @@ def inspect_log(name: str, content: bytes | None, position: int, proof: LogCheck
         state = f"{size:,} bytes, but {position:,} when the checkpoint was saved"
     else:
         state = "changed since the checkpoint was saved"
-    return LogDamage(state, *_sort_lines(name, content or b"", proof))
+    return LogDamage(state, *_sort_lines(name, content or b"", saved))
 
 
-def _sort_lines(name: str, content: bytes, proof: LogChecksum) -> tuple[list[bytes], list[bytes], list[bytes]]:
+def _sort_lines(name: str, content: bytes, saved: SavedLogs) -> tuple[list[bytes], list[bytes], list[bytes]]:
     """Divide the lines into readable records up to the checkpoint, readable ones after it, and the rest.
 
     A record whose loss is not that of the checkpoint's step is not of this run. If no loss agrees, none of the records
@@ -198,7 +201,7 @@ def _sort_lines(name: str, content: bytes, proof: LogChecksum) -> tuple[list[byt
         if order is None or (order <= newest if name == "metrics" else order < newest):
             dropped.append(line)
             continue
-        is_known, loss = proof.loss_at(order[0])
+        is_known, loss = saved.loss_at(order[0])
         if is_known and order[1] == RECORD_ORDER["train"] and name == "metrics":
             if parse_json(line).get("loss") != loss:
                 differed += 1
@@ -206,7 +209,7 @@ def _sort_lines(name: str, content: bytes, proof: LogChecksum) -> tuple[list[byt
                 continue
             agreed += 1
         newest = order
-        (kept if order[0] <= proof.step else later).append(line)
+        (kept if order[0] <= saved.step else later).append(line)
     if differed and not agreed:
         return [], [], content.splitlines(keepends=True)
     return kept, later, dropped

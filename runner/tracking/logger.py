@@ -20,7 +20,7 @@ from common.guarded_files import open_append
 from runner.tracking.bar import labelled_lines, open_console
 from runner.tracking.config import TrackerConfig
 from runner.tracking.data_report import data_table
-from runner.tracking.jsonl import JsonlLog, LogChecksum
+from runner.tracking.jsonl import JsonlLog, SavedLogs
 from runner.tracking.lines import (
     BAR_FIELDS,
     LINE_WIDTH,
@@ -83,19 +83,17 @@ class RunLogger:
         total_steps: int,
         attempt: int,
         run_config: dict,
-        resume_at: dict[str, int] | None,
+        saved: SavedLogs | None,
         tracker_id: str | None,
-        proof: LogChecksum | None = None,
         first_step: int = 0,
         first_tokens: int = 0,
     ) -> list[str]:
         """Open the files and print `header`; `first_step`, `first_tokens`: what is done already.
 
-        `resume_at` is the result of `position()` at the checkpoint being resumed; None: a new run.
+        `saved`: what the checkpoint being resumed knows of the logs; None: a new run.
 
-        Records after that position are moved to `metrics.attempt<N>.jsonl` and `samples.attempt<N>.jsonl`, so that no
-        step is in a file twice. Returns a message for each file that is not what `proof`, the checkpoint, knows of it;
-        it is also printed.
+        Records after that are moved to `metrics.attempt<N>.jsonl` and `samples.attempt<N>.jsonl`, so that no step is in
+        a file twice. Returns a message for each file that is not what the checkpoint knows of it; it is also printed.
         """
         if not self._is_rank_zero:
             return []
@@ -103,7 +101,7 @@ class RunLogger:
         self._tokens = self._first_tokens = first_tokens
         for name in ("metrics", "samples"):
             self._files[name] = retry_disk(
-                partial(JsonlLog, self.run_dir / f"{name}.jsonl", (resume_at or {}).get(name, 0), attempt, proof)
+                partial(JsonlLog, self.run_dir / f"{name}.jsonl", attempt, saved or SavedLogs())
             )
         rows = {key: strip_control(str(value)) for key, value in header.items()}
         about_run = {"run": str(self.run_dir), "step": first_step, "total_steps": total_steps, "attempt": attempt}
@@ -119,7 +117,7 @@ class RunLogger:
             about = {
                 "id": self.tracker_id,
                 "config": run_config,
-                "history": resume_at,
+                "history": saved and saved.positions,
                 **describe_experiment(self.run_dir, run_config),
             }
             for config in self._config.selected():
@@ -201,7 +199,7 @@ class RunLogger:
             self._show("warning", {"text": text}, f"warning: {text}")
 
     def position(self) -> dict[str, int]:
-        """Return the length of each file in bytes, all synced: `resume_at` of `start()`.
+        """Return the length of each file in bytes, all synced.
 
         Raises OSError while a record cannot be written.
         """
@@ -230,38 +228,34 @@ class RunLogger:
                 f"the last records of the run's logs could not be written: {describe_disk_error(error, self.run_dir)}"
             ) from error
 
-    def finish(self, status: str, summary: Mapping[str, object], end: RunEnd | None = None) -> None:
+    def finish(self, status: str, end: RunEnd | None = None, error: str = "") -> None:
         """Close everything.
 
-        `status`: completed, interrupted or failed. `summary["error"]`, if given, is passed to the tracker.
-
-        `end`: what the last lines say of the run besides, and which commands come next; None: one line with `summary`.
+        `status`: completed, interrupted or failed. `end`: what the last lines say of the run; None: only the status.
         """
         if not self._is_rank_zero:
             return
         with self._lock:
             self._console.stop()
-            self._print_end(status, summary, end)
+            self._print_end(status, end, error)
         if self._unwritten_lines:
             with suppress(OSError, TrainingError):  # the console has the same lines
                 retry_disk(self._write_lines)
         if self.tracker_id is not None:
-            finish_trackers(self._trackers.values(), status, str(summary.get("error", "")))
+            finish_trackers(self._trackers.values(), status, error)
         for file in self._files.values():
             file.close()
         self._files = {}
 
-    def _print_end(self, status: str, summary: Mapping[str, object], end: RunEnd | None) -> None:
+    def _print_end(self, status: str, end: RunEnd | None, error: str) -> None:
         first = f"{status} after {format_seconds(self._elapsed())}"
-        event = {
-            "status": status,
-            "seconds": round(self._elapsed(), 3),
-            **{name: finite_json(value) for name, value in summary.items()},
-        }
-        if end is not None:
-            end = dataclasses.replace(end, warnings=self.warnings, tokens_per_second=self._mean_rate())
-            event |= end.event()
-        if end is None or end.is_job:
+        event = {"status": status, "seconds": round(self._elapsed(), 3)}
+        if end is None:
+            return self._show("end", event, first)
+        end = dataclasses.replace(end, warnings=self.warnings, tokens_per_second=self._mean_rate())
+        summary = {name: value for name, value in {**end.metrics, "error": error or None}.items() if value is not None}
+        event |= {name: finite_json(value) for name, value in summary.items()} | end.event()
+        if end.is_job:
             values = (
                 f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
                 for name, value in summary.items()

@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from common.errors import strip_control
-from runner.tracking.bar import TaskBar, is_live_terminal
+from runner.tracking.bar import TITLE_CELLS, is_live_terminal, open_bar, open_terminal, shorten_middle
 from runner.tracking.lines import format_seconds, format_size
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 PROGRESS_POLL_SECONDS = 1.0
 DELAY, INTERVAL = 2.0, 10.0  # seconds before a task is shown, and between two of its lines where stderr is no terminal
@@ -29,7 +32,7 @@ class TaskProgress:
         """`mode`: tracker.console of the run; `quiet` shows nothing."""
         self.title, self.unit, self.done, self.total = strip_control(title), "", 0, 0
         self._mode = mode
-        self._bar: TaskBar | None = None
+        self._bar: Progress | None = None
         self._started = self._printed = time.monotonic()
 
     def begin(self, unit: str, total: int) -> None:
@@ -37,7 +40,8 @@ class TaskProgress:
         self.unit, self.done, self.total = unit, 0, total
         self._started = self._printed = time.monotonic()
         if self._bar is not None:
-            self._bar.reset(self.title, unit, total)
+            title = shorten_middle(self.title, TITLE_CELLS)
+            self._bar.reset(self._bar.task_ids[0], total=total, description=title, numbers=f"0/{total:,} {unit}")
 
     def advance(self, done: int, count: str | None = None) -> None:
         """Show that `done` of the total are done; `count` is printed instead of these numbers."""
@@ -47,8 +51,12 @@ class TaskProgress:
         if self._mode == "quiet" or (self._bar is None and seconds < DELAY):
             return
         if self._mode == "rich" or (self._mode in ("auto", "json") and is_live_terminal(sys.stderr)):
-            self._bar = self._bar or TaskBar(self.title, self.unit, self.total, sys.stderr)
-            self._bar.update(done, count or f"{done:,}/{self.total:,} {self.unit}")
+            numbers = count or f"{done:,}/{self.total:,} {self.unit}"
+            if self._bar is None:
+                self._bar = open_bar(
+                    open_terminal(sys.stderr), "{task.description}", self.total or None, numbers, title=self.title
+                )
+            self._bar.update(self._bar.task_ids[0], completed=done, numbers=numbers)
         elif now - self._printed >= INTERVAL or self._printed == self._started:
             self._printed = now
             eta = format_seconds(seconds / done * max(0, self.total - done)) if done else "?"

@@ -126,7 +126,7 @@ class RunEnd:
     loss_tokens: int
     metrics: Mapping[str, float | None]  # `metrics` of run.json
     run_dir: Path
-    checkpoint: str | None  # its name
+    checkpoint: Path | None  # its folder
     model: str | None  # which weights are in model/
     page: Path | None  # report.html
     peak_memory: int | None  # bytes
@@ -149,7 +149,7 @@ class RunEnd:
             "run": self.run_dir,
             "page": self.page,
             "model": self.run_dir / "model" if self.model else None,
-            "checkpoint": self._checkpoint_dir(),
+            "checkpoint": self.checkpoint,
         }
         return {
             **{name: getattr(self, name) for name in counters},
@@ -159,12 +159,7 @@ class RunEnd:
 
     def _rows(self) -> dict[str, str | None]:
         """Return label -> text; one without a text is left out."""
-        values, speed, memory, checkpoint = (
-            self.metrics,
-            self.tokens_per_second,
-            self.peak_memory,
-            self._checkpoint_dir(),
-        )
+        values, speed, memory = self.metrics, self.tokens_per_second, self.peak_memory
         best, last = _loss_text(values.get("best_val_loss")), _loss_text(values.get("val_loss"))
         where = f" at step {values['best_step']:,}" if values.get("best_step") is not None else ""
         return {
@@ -175,14 +170,11 @@ class RunEnd:
             "validation loss": f"{best} (best{where}), {last or 'not finite'} (last)" if best else last,
             "loss of training rows": _loss_text(values.get("training_rows_loss")),
             "peak memory": None if memory is None else f"{format_size(memory)}, {self.memory_of}",
-            "checkpoint": display_path(checkpoint) if checkpoint else None,
+            "checkpoint": display_path(self.checkpoint) if self.checkpoint else None,
             "model": self.model and f"{display_path(self.run_dir / 'model')} ({self.model})",
             "page": display_path(self.page) if self.page else None,
             "warnings": f"{self.warnings:,}, in {display_path(self.run_dir / 'train.log')}" if self.warnings else None,
         }
-
-    def _checkpoint_dir(self) -> Path | None:
-        return None if self.checkpoint is None else self.run_dir / "checkpoints" / self.checkpoint
 
 
 def _loss_text(value: float | None) -> str:

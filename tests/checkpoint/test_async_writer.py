@@ -47,9 +47,9 @@ from runner.checkpoint.atomic_dir import write_atomic_dir
 
 def slow_content():
     time.sleep(0.3)
-    return bytes(9000)
+    yield bytes(9000)
 
-AsyncWriter().submit("last", lambda: write_atomic_dir(Path(sys.argv[1]), "step-00000001", {"model": slow_content}, {}))
+AsyncWriter().submit("last", lambda: write_atomic_dir(Path(sys.argv[1]), "step-00000001", {"model": slow_content()}, {}))
 sys.exit(3)
 """
 

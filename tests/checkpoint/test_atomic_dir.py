@@ -10,7 +10,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -56,13 +56,13 @@ def test_write_atomic_dir_stores_files_and_a_manifest_of_checksums(tmp_path: Pat
         "a": b"bytes",
         "b": bytearray(b"array"),
         "c": memoryview(b"view"),
-        "d": lambda: b"called late",
+        "d": [b"in ", b"parts"],
         "e": b"",
     }
     atomic_dir.write_atomic_dir(tmp_path / "parent", "step-00000007", contents, {"step": 7, "note": "ü"})
     folder = tmp_path / "parent" / "step-00000007"
     stored = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != atomic_dir.MANIFEST_FILE}
-    assert stored == {"a": b"bytes", "b": b"array", "c": b"view", "d": b"called late", "e": b""}
+    assert stored == {"a": b"bytes", "b": b"array", "c": b"view", "d": b"in parts", "e": b""}
     manifest = json.loads((folder / atomic_dir.MANIFEST_FILE).read_text())
     assert (manifest["step"], manifest["note"]) == (7, "ü")
     assert manifest["files"]["a"] == {"size": 5, "sha256": hashlib.sha256(b"bytes").hexdigest()}
@@ -80,11 +80,12 @@ def test_write_atomic_dir_keeps_a_valid_folder_and_replaces_an_invalid_one(two: 
 
 
 def test_write_atomic_dir_leaves_nothing_if_a_content_cannot_be_made(tmp_path: Path) -> None:
-    def out_of_memory() -> bytes:
+    def out_of_memory() -> Iterator[bytes]:
+        yield b"2"
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        atomic_dir.write_atomic_dir(tmp_path, "step-00000001", {"a": b"1", "b": out_of_memory}, {})
+        atomic_dir.write_atomic_dir(tmp_path, "step-00000001", {"a": b"1", "b": out_of_memory()}, {})
     assert not os.listdir(tmp_path)
 
 

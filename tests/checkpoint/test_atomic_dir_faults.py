@@ -28,8 +28,7 @@ def contents(step: int) -> dict[str, bytes]:
 
 
 def save(folder: Path, step: int) -> None:
-    files = contents(step)
-    atomic_dir.write_atomic_dir(folder, f"step-{step:08d}", files, {"step": step}, size=sum(map(len, files.values())))
+    atomic_dir.write_atomic_dir(folder, f"step-{step:08d}", contents(step), {"step": step})
 
 
 def after_save(folder: Path, step: int) -> None:

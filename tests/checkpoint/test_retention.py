@@ -27,7 +27,7 @@ SIZE = 20_000  # bytes of a checkpoint
 def write(folder: Path, step: int, best_step: int | None = None) -> None:
     state = json.dumps({"format": CHECKPOINT_FORMAT, "progress": {"step": step, "best_step": best_step}}).encode()
     files = {"model": bytes(SIZE), "state.json": state}
-    atomic_dir.write_atomic_dir(folder, f"step-{step:08d}", files, {}, size=SIZE + len(state))
+    atomic_dir.write_atomic_dir(folder, f"step-{step:08d}", files, {})
 
 
 def names(folder: Path) -> list[str]:

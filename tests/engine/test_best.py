@@ -139,7 +139,7 @@ def test_best_weights_after_a_resume_are_those_of_the_uninterrupted_run(make_run
         try:
             train(state, stop_requested=lambda stop=stop, state=state: state.progress.step == stop)
         except Interrupted:
-            state.logger.finish("interrupted", {})
+            state.logger.finish("interrupted")
     assert diff_run_dirs(state.run_dir.parent / "uninterrupted", state.run_dir) == []
 
 

@@ -111,7 +111,7 @@ def test_kernel_of_a_long_run_is_repeated_by_a_resume_bitwise_equal(
     assert kernels_of(resumed) == {"fused"} and run_summary(resumed)["attention"] == "fused, as its checkpoint"
     train(resumed)
     for state in (whole, resumed):
-        state.logger.finish("completed", {})
+        state.logger.finish("completed")
     assert diff_run_dirs(whole.run_dir, resumed.run_dir) == []
 
 

@@ -73,9 +73,9 @@ def run(cfg: Config, run_dir: Path, stops: tuple[int, ...] = ()) -> Path:
         try:
             train(state, stop_requested=partial(has_reached, state, stop))
         except Interrupted:
-            state.logger.finish("interrupted", {})
+            state.logger.finish("interrupted")
         torch.manual_seed(attempt)
-    state.logger.finish("completed", {})
+    state.logger.finish("completed")
     return run_dir
 
 

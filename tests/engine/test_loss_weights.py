@@ -180,12 +180,12 @@ def test_resume_with_loss_weights_is_bitwise_equal(
     first = make_run("sft", *options, folder="stopped")
     with pytest.raises(Interrupted):
         train(first, stop_requested=lambda: first.progress.step == 2)
-    first.logger.finish("interrupted", {})
+    first.logger.finish("interrupted")
     torch.manual_seed(1)
     second = make_run("sft", *options, folder="stopped", attempt=2)
     train(second)
     for state in (whole, second):
-        state.logger.finish("completed", {})
+        state.logger.finish("completed")
     assert diff_run_dirs(whole.run_dir, second.run_dir) == []
 
 

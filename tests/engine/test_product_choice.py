@@ -141,7 +141,7 @@ def test_resume_repeats_the_products_of_its_checkpoint_bitwise_equal(
     assert are_products_upcast() == (not fast and settings == SETTINGS)
     train(resumed)
     for state in (whole, resumed):
-        state.logger.finish("completed", {})
+        state.logger.finish("completed")
     assert diff_run_dirs(whole.run_dir, resumed.run_dir) == []
 
 
@@ -166,7 +166,7 @@ def test_resume_of_a_long_run_repeats_its_kernel_bitwise_equal(
     assert are_products_by_kernel() and run_summary(resumed)["products"] == "by the C++ kernel, as its checkpoint"
     train(resumed)
     for state in (whole, resumed):
-        state.logger.finish("completed", {})
+        state.logger.finish("completed")
     assert diff_run_dirs(whole.run_dir, resumed.run_dir) == []
 
 

@@ -46,9 +46,9 @@ def run_with_stops(make_run):
             try:
                 train(state, stop_requested=lambda stop=stop, state=state: state.progress.step == stop)
             except Interrupted:
-                state.logger.finish("interrupted", {})
+                state.logger.finish("interrupted")
             torch.manual_seed(attempt)  # the next attempt must not depend on this process's random state
-        state.logger.finish("completed", {})
+        state.logger.finish("completed")
         return state.run_dir
 
     return run
@@ -95,7 +95,7 @@ def test_resume_after_max_hours_is_bitwise_equal(make_run):
             with pytest.raises(Interrupted, match=f"stopped after step {stop}, saved"):
                 train(state)
             assert "train.max_hours=1e-09 is over" in (state.run_dir / "train.log").read_text()
-            state.logger.finish("interrupted", {})
+            state.logger.finish("interrupted")
     saved = [
         read_model_tensors(newest_checkpoint(state.run_dir.with_name(name))) for name in ("uninterrupted", "stopped")
     ]
@@ -114,10 +114,10 @@ def test_resume_after_every_pause_is_bitwise_equal(make_run, save_every):
             state = make_run("sft", *overrides, folder=folder, rows=20, attempt=attempt)
             try:
                 train(state)
-                state.logger.finish("completed", {})
+                state.logger.finish("completed")
             except Interrupted as error:
                 assert error.outcome == Outcome.PAUSED and str(error).startswith("paused after step")
-                state.logger.finish("interrupted", {})
+                state.logger.finish("interrupted")
             steps.append(state.progress.step)
             torch.manual_seed(attempt)
         assert steps == {"at_once": [12], "paused": [4, 8, 12], "by_hand": [4, 12]}[folder]
@@ -133,7 +133,7 @@ def test_pause_comes_after_a_stop_before_its_evaluation(make_run):
         state = make_run("sft", *common, folder="run", rows=20, attempt=attempt)
         with pytest.raises(Interrupted) as stopped:
             train(state, stop_requested=lambda stop=stop, state=state: state.progress.step == stop)
-        state.logger.finish("interrupted", {})
+        state.logger.finish("interrupted")
         assert (stopped.value.outcome, state.progress.step) == (outcome, 4)
     assert "train.stop_at=0.3 is reached: step 4 of 12" in (state.run_dir / "train.log").read_text()
 

@@ -73,7 +73,7 @@ def test_stop_inside_a_phase_abandons_it_and_resumes_bitwise_equal(make_run, mon
         with pytest.raises(Interrupted, match=f"stopped after step {step}, saved"):
             train(state, stop)
     assert len(calls) == nth
-    state.logger.finish("interrupted", {})
+    state.logger.finish("interrupted")
     torch.manual_seed(7)  # the resumed run must not depend on this process's random state
     resumed = make_run("sft", *RUN, folder="stopped", rows=24, attempt=2)
     train(resumed)

@@ -126,10 +126,10 @@ def train(workspace: str, argv: list[str]) -> None:
 
 def repair(run: str, state: dict[str, Any]) -> None:
     from runner.launch.recovery import recover_run
-    from runner.tracking.jsonl import JsonlLog, LogChecksum
+    from runner.tracking.jsonl import JsonlLog, SavedLogs
 
     recover_run(Path(run))
-    JsonlLog(Path(run) / "metrics.jsonl", state["log"]["metrics"], 2, LogChecksum.of_state(state)).close()
+    JsonlLog(Path(run) / "metrics.jsonl", 2, SavedLogs.of_state(state)).close()
 
 
 def start_sweep(script: str, sweep: str) -> None:

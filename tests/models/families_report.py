@@ -96,7 +96,7 @@ class FamilyRuns:
         (run_dir := self.folder / run).mkdir()
         state = build_run(cfg, RunMetadata.detached(run_dir, 1))
         train(state)
-        state.logger.finish("completed", {})
+        state.logger.finish("completed")
         return state
 
     def resumed(self, cfg: Config, run: str, kill_at: int | None, stop_at: int) -> Path:

@@ -41,7 +41,7 @@ from runner.launch.recovery import CheckpointState, Severity, inspect_run, recov
 from runner.run_dir.contents import holds_run
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import load_saved_config
-from runner.tracking.jsonl import JsonlLog, LogChecksum
+from runner.tracking.jsonl import JsonlLog, SavedLogs
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -308,7 +308,7 @@ def test_random_damage_is_repaired_or_refused_without_a_traceback(
             ends["refused"] += 1
         state = read_newest_state(run)
         assert state is not None
-        JsonlLog(run / "metrics.jsonl", state["log"]["metrics"], 2, LogChecksum.of_state(state)).close()
+        JsonlLog(run / "metrics.jsonl", 2, SavedLogs.of_state(state)).close()
         shutil.rmtree(run)
     assert sum(ends.values()) == 20 and ends["refused"] < 10, ends
 

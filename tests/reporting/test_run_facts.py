@@ -22,6 +22,7 @@ from runner.reporting.run_list import scan_runs
 from runner.reporting.run_page import run_page
 from runner.tracking import logger as run_logger
 from runner.tracking.config import TrackerConfig
+from runner.tracking.jsonl import SavedLogs
 from runner.tracking.logger import RunLogger
 
 TWO_ATTEMPTS = [
@@ -74,7 +75,12 @@ def test_remaining_time_is_the_eta_of_the_console(tmp_path: Path, monkeypatch: p
     size = (folder / "metrics.jsonl").stat().st_size
     logger = RunLogger(folder, TrackerConfig(name="none", console="quiet", page=False))
     logger.start(
-        {}, total_steps=20, attempt=2, run_config={}, resume_at={"metrics": size, "samples": 0}, tracker_id=None
+        {},
+        total_steps=20,
+        attempt=2,
+        run_config={},
+        saved=SavedLogs(positions={"metrics": size, "samples": 0}),
+        tracker_id=None,
     )
     for step in range(4, 10):
         now[0] += 10
@@ -84,7 +90,7 @@ def test_remaining_time_is_the_eta_of_the_console(tmp_path: Path, monkeypatch: p
             logger.log("eval", step, loss=2.0)
     eta = re.findall(r"eta (\S+)", (folder / "train.log").read_text())[-1]
     assert eta == "00:04:02" == number(run_text(folder), "remaining")  # 110 seconds for 5 steps, 11 steps to go
-    logger.finish("interrupted", {})
+    logger.finish("interrupted")
 
 
 def test_run_page_folds_a_long_error_and_the_text_has_one_line_of_it(tmp_path: Path) -> None:

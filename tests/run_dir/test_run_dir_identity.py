@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Iterator[RunMetadata]:
 def open_logger(run: RunMetadata) -> RunLogger:
     config = TrackerConfig(name="none", page=False, console="quiet")
     logger = RunLogger(run.folder, config, check_run_dir=run.check_owned)
-    logger.start({}, total_steps=9, attempt=1, run_config={}, resume_at=None, tracker_id=None)
+    logger.start({}, total_steps=9, attempt=1, run_config={}, saved=None, tracker_id=None)
     return logger
 
 
@@ -79,7 +79,7 @@ def test_directory_that_is_gone_ends_the_run_and_is_not_created_again(change, ru
     logger.info("only on the console")
     assert not run.folder.exists() if change is not replace else os.listdir(run.folder) == []
     assert (run.follow_move() is None) == (change is delete)
-    logger.finish("failed", {})
+    logger.finish("failed")
 
 
 def test_run_that_follows_its_moved_directory_holds_its_lock_there(run: RunMetadata) -> None:
@@ -145,7 +145,7 @@ def test_launch_on_another_host_that_takes_the_directory_stops_this_one(
         for write in (lambda: logger.log("train", 2, loss=1.0), lambda: run.update(step=2), run.check_owned):
             with pytest.raises(LostRunDirError, match="is being trained by process 7 on another now"):
                 write()
-        logger.finish("failed", {})
+        logger.finish("failed")
     assert contents(run.folder).items() >= before.items()  # .owner.json included: the other launch keeps it
 
 

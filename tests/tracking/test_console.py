@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from common.paths import REPO_ROOT
-from runner.tracking.bar import BarConsole, TaskBar, cell_width, open_console
+from runner.tracking.bar import BarConsole, cell_width, open_console
 from runner.tracking.config import TrackerConfig
 from runner.tracking.lines import CONSOLE_MODES, LineConsole, SweepLines
 from runner.tracking.logger import RunLogger
@@ -49,7 +49,7 @@ def run_end(folder: Path, **changes: object) -> RunEnd:
         "loss_tokens": 50_000,
         "metrics": {"loss": 3.04961, "val_loss": 2.8, "best_val_loss": 2.6975, "best_step": 20},
         "run_dir": folder,
-        "checkpoint": "step-00000030",
+        "checkpoint": folder / "checkpoints" / "step-00000030",
         "model": "best weights, step 20",
         "page": folder / "report.html",
         "peak_memory": 434 << 20,
@@ -61,13 +61,13 @@ def run_end(folder: Path, **changes: object) -> RunEnd:
 def run_once(folder: Path, mode: str) -> None:
     """Log a short run: two steps, an evaluation, a sample, a warning, and the end."""
     logger = RunLogger(folder, TrackerConfig(name="none", page=False, console=mode))
-    logger.start(HEADER, total_steps=30, attempt=1, run_config={}, resume_at=None, tracker_id=None)
+    logger.start(HEADER, total_steps=30, attempt=1, run_config={}, saved=None, tracker_id=None)
     logger.log("train", 10, tokens=1000, loss=3.5, lr=1e-3, tokens_per_second=500.0)
     logger.log("eval", 10, loss=float("nan"))
     logger.log("train", 20, tokens=3000, loss=3.25, lr=1e-3, tokens_per_second=2000.0)
     logger.samples(20, [{"prompt": "你好", "answer": HOSTILE}])
     logger.warning(f"a row is odd {HOSTILE}")
-    logger.finish("completed", {"loss": 3.25}, run_end(folder))
+    logger.finish("completed", run_end(folder))
 
 
 @pytest.fixture
@@ -132,6 +132,14 @@ def test_end_leaves_out_what_there_is_not(workspace: Path) -> None:
         run_end(workspace, prints_commands=False).lines(80)[-1].startswith("page")
         and run_end(workspace, prints_commands=False).event()["next"]
     )
+
+
+def test_end_of_a_job_is_one_line_with_its_numbers(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = RunLogger(workspace, TrackerConfig(name="none", page=False, console="plain"))
+    end = run_end(workspace, is_job=True, metrics={"loss": 3.04961, "val_loss": None, "best_step": 20})
+    logger.finish("failed", end, "the disk\x1b is full")
+    expected = "failed after 00:00:00 | loss 3.05 | best_step 20 | error the disk\\x1b is full\n"
+    assert capsys.readouterr().out == expected == (workspace / "train.log").read_text()
 
 
 def test_json_lines_equal_the_files_of_the_run(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,11 +212,11 @@ def test_broken_pipe_does_not_end_a_run(workspace: Path, is_json: bool, monkeypa
 def test_resumed_run_starts_its_bar_and_its_rate_where_it_continues(workspace: Path) -> None:
     logger = RunLogger(workspace, TrackerConfig(name="none", page=False, console="quiet"))
     logger.start(
-        {}, total_steps=30, attempt=2, run_config={}, resume_at=None, tracker_id=None, first_step=20, first_tokens=5000
+        {}, total_steps=30, attempt=2, run_config={}, saved=None, tracker_id=None, first_step=20, first_tokens=5000
     )
     logger.log("train", 30, tokens=6000, loss=1.0, tokens_per_second=100.0)
     assert logger._mean_rate() == 100.0
-    logger.finish("completed", {})
+    logger.finish("completed")
     bar = BarConsole(io.StringIO())
     bar.show("start", {"step": 20, "total_steps": 30}, "")
     assert bar._bar is not None and bar._bar.tasks[0].completed == 20
@@ -225,7 +233,7 @@ def test_task_shows_a_bar_on_a_terminal_only_after_a_delay(monkeypatch: pytest.M
         progress(10, 100, 5)
         assert stream.getvalue() == ""
         progress(50, 100, 25)
-        assert isinstance(progress._bar, TaskBar)
+        assert progress._bar is not None
     drawn = STYLE.sub("", stream.getvalue())
     assert "25 rows, 8 rows/s" in drawn and "\x1b[2J" not in drawn and progress._bar is None
 

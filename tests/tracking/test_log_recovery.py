@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.tracking.jsonl import JsonlLog, LogChecksum
+from runner.tracking.jsonl import JsonlLog, SavedLogs
 
 STEPS = 6  # of the checkpoint; the log has two more
 
@@ -19,20 +19,18 @@ def record(step: int, loss: float | None = None, kind: str = "train", attempt: i
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> tuple[Path, int, LogChecksum]:
+def saved(tmp_path: Path) -> tuple[Path, SavedLogs]:
     """A log of eight steps, and what a checkpoint after six of them knows."""
     path = tmp_path / "metrics.jsonl"
-    log = JsonlLog(path, 0, attempt=1)
+    log = JsonlLog(path, 1, SavedLogs())
     for step in range(1, STEPS + 1):
         log.append(record(step))
-    position, proof = (
-        log.position(),
-        LogChecksum(STEPS, [1 / step for step in range(3, STEPS + 1)], {"metrics": log.checksum()}),
-    )
+    losses = [1 / step for step in range(3, STEPS + 1)]
+    proof = SavedLogs(STEPS, losses, {"metrics": log.checksum()}, {"metrics": log.position()})
     for step in (STEPS + 1, STEPS + 2):
         log.append(record(step))
     log.close()
-    return path, position, proof
+    return path, proof
 
 
 def steps_of(path: Path) -> list[int]:
@@ -80,12 +78,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[int], str]] = {
 
 @pytest.mark.parametrize("damage, kept, state", DAMAGES.values(), ids=DAMAGES)
 def test_damaged_log_keeps_the_readable_records_of_this_run(
-    saved: tuple[Path, int, LogChecksum], damage: Callable[[Path], object], kept: list[int], state: str
+    saved: tuple[Path, SavedLogs], damage: Callable[[Path], object], kept: list[int], state: str
 ) -> None:
-    path, position, proof = saved
+    path, proof = saved
     damage(path)
     damaged = path.read_bytes() if path.exists() else b""
-    log = JsonlLog(path, position, 2, proof)
+    log = JsonlLog(path, 2, proof)
     assert (
         steps_of(path) == kept
         and log.recovered
@@ -97,41 +95,41 @@ def test_damaged_log_keeps_the_readable_records_of_this_run(
     assert copy.exists() == (len(whole) != len(damaged)), "what is in no other file is kept"
     assert not copy.exists() or (copy.read_bytes() == damaged and "damaged/metrics.jsonl" in log.recovered)
     log.append(record(STEPS + 1, attempt=2))
-    again = log.position(), LogChecksum(STEPS + 1, [], {"metrics": log.checksum()})
+    again = SavedLogs(STEPS + 1, [], {"metrics": log.checksum()}, {"metrics": log.position()})
     log.close()
-    assert JsonlLog(path, again[0], 3, again[1]).recovered is None, "the next checkpoint proves the repaired log"
+    assert JsonlLog(path, 3, again).recovered is None, "the next checkpoint proves the repaired log"
 
 
-def test_whole_log_is_cut_back_without_a_message(saved: tuple[Path, int, LogChecksum]) -> None:
-    path, position, proof = saved
-    assert JsonlLog(path, position, 2, proof).recovered is None and steps_of(path) == [1, 2, 3, 4, 5, 6]
+def test_whole_log_is_cut_back_without_a_message(saved: tuple[Path, SavedLogs]) -> None:
+    path, proof = saved
+    assert JsonlLog(path, 2, proof).recovered is None and steps_of(path) == [1, 2, 3, 4, 5, 6]
     assert steps_of(path.with_name("metrics.attempt1.jsonl")) == [7, 8] and not (path.parent / "damaged").exists()
 
 
-def test_log_of_an_earlier_version_without_a_checksum_is_used_as_it_is(saved: tuple[Path, int, LogChecksum]) -> None:
-    path, position, _ = saved
-    assert JsonlLog(path, position, 2, LogChecksum(STEPS)).recovered is None
+def test_log_of_an_earlier_version_without_a_checksum_is_used_as_it_is(saved: tuple[Path, SavedLogs]) -> None:
+    path, proof = saved
+    assert JsonlLog(path, 2, SavedLogs(STEPS, positions=proof.positions)).recovered is None
 
 
-def test_kill_during_the_repair_repeats_no_archive(saved: tuple[Path, int, LogChecksum]) -> None:
-    path, position, proof = saved
+def test_kill_during_the_repair_repeats_no_archive(saved: tuple[Path, SavedLogs]) -> None:
+    path, proof = saved
     DAMAGES["zeros"][0](path)
     damaged = path.read_bytes()
-    JsonlLog(path, position, 2, proof)
+    JsonlLog(path, 2, proof)
     path.write_bytes(damaged)  # as if it had been killed before the file was replaced
-    JsonlLog(path, position, 3, proof)
+    JsonlLog(path, 3, proof)
     assert [file.name for file in (path.parent / "damaged").iterdir()] == ["metrics.jsonl"]
     assert steps_of(path.with_name("metrics.attempt1.jsonl")) == [7, 8]
 
 
-def test_copy_of_a_damaged_log_replaces_nothing(saved: tuple[Path, int, LogChecksum]) -> None:
-    path, position, proof = saved
+def test_copy_of_a_damaged_log_replaces_nothing(saved: tuple[Path, SavedLogs]) -> None:
+    path, proof = saved
     copies = path.parent / "damaged"
     copies.mkdir()
     (copies / "metrics.jsonl").symlink_to("/etc/hostname")
     (copies / "metrics.jsonl.2").write_text("of an earlier launch")
     DAMAGES["not UTF-8"][0](path)
-    JsonlLog(path, position, 2, proof)
+    JsonlLog(path, 2, proof)
     assert (copies / "metrics.jsonl").is_symlink() and (
         copies / "metrics.jsonl.2"
     ).read_text() == "of an earlier launch"

@@ -12,6 +12,7 @@ import pytest
 from common.errors import strip_control
 from runner.tracking.bar import BarConsole
 from runner.tracking.config import TrackerConfig
+from runner.tracking.jsonl import SavedLogs
 from runner.tracking.lines import Console, LineConsole
 from runner.tracking.logger import RunLogger
 from runner.tracking.progress import EvaluationProgress
@@ -28,7 +29,7 @@ def start_logger(
         total_steps=20,
         attempt=attempt,
         run_config={"seed": 1},
-        resume_at=resume_at,
+        saved=None if resume_at is None else SavedLogs(positions=resume_at),
         tracker_id=None,
     )
     return logger
@@ -47,7 +48,7 @@ def test_log_writes_nonfinite_numbers_as_null_and_names_them(tmp_path: Path) -> 
     logger = start_logger(tmp_path)
     logger.log("train", 1, loss=float("nan"), lr=1e-3, grad_norm=float("inf"))
     logger.log("train", 2, loss=1.0, lr=1e-3, grad_norm=0.5)
-    logger.finish("completed", {})
+    logger.finish("completed")
     first, second = read_records(tmp_path / "metrics.jsonl")
     assert first["loss"] is None and first["grad_norm"] is None and first["nonfinite"] == ["loss", "grad_norm"]
     assert "nonfinite" not in second
@@ -56,7 +57,7 @@ def test_log_writes_nonfinite_numbers_as_null_and_names_them(tmp_path: Path) -> 
 def test_log_keeps_the_given_order_of_fields(tmp_path: Path) -> None:
     logger = start_logger(tmp_path)
     logger.log("train", 10, epoch=0, tokens=40960, loss=3.2, lr=4e-4, grad_norm=0.8, tokens_per_second=41000.0)
-    logger.finish("completed", {})
+    logger.finish("completed")
     (record,) = read_records(tmp_path / "metrics.jsonl")
     assert list(record) == [
         "kind",
@@ -84,7 +85,7 @@ def test_metrics_contain_every_step_once_after_two_resumes(tmp_path: Path) -> No
         file.write(b'{"kind": "tra')
     logger = start_logger(tmp_path, 3, saved)
     log_steps(logger, range(6, 11))
-    logger.finish("completed", {})
+    logger.finish("completed")
 
     assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == list(range(1, 11))
     assert [record["attempt"] for record in read_records(tmp_path / "metrics.jsonl")] == [1] * 5 + [3] * 5
@@ -127,7 +128,7 @@ def test_log_retries_records_that_a_full_disk_refused(tmp_path: Path, capsys: py
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     log_steps(logger, range(4, 6))
-    logger.finish("completed", {})
+    logger.finish("completed")
     assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     assert capsys.readouterr().out.count("metrics.jsonl cannot be written") == 1
 
@@ -157,7 +158,7 @@ def test_console_prints_plain_lines_into_a_pipe(tmp_path: Path, capsys: pytest.C
         grad_norm=0.812,
         tokens_per_second=41_200.0,
     )
-    logger.finish("completed", {"loss": 3.412})
+    logger.finish("completed")
     out = capsys.readouterr().out
     assert "step 1/20 5.0% | loss 3.500 | lr 4.9e-04 | gnorm 0.81 | 41.2k tok/s\n" in out
     assert "step 2/20 10.0% | loss 3.412 | val 3.50@1 | lr 4.9e-04 | gnorm 0.81 | 41.2k tok/s | eta 00:00:00\n" in out
@@ -181,7 +182,7 @@ def test_progress_bar_has_the_numbers_of_the_log_line(tmp_path: Path, monkeypatc
         tokens_per_second=41_249.0,
     )
     monkeypatch.undo()
-    logger.finish("completed", {})
+    logger.finish("completed")
     [(step, line, numbers)] = shown
     assert step == 7 and numbers == "loss 3.457 | lr 4.9e-04 | 41.2k tok/s"
     assert (
@@ -196,7 +197,7 @@ def test_console_escapes_control_characters_of_samples(
 ) -> None:
     logger = start_logger(tmp_path, console=console)
     logger.samples(1, [{"prompt": "[bold red]你好[/]", "answer": HOSTILE + "\udcff"}])
-    logger.finish("completed", {})
+    logger.finish("completed")
     out = capsys.readouterr().out
     assert not [code for code in ("\x1b[2J", "\x1b]0;", "\x07", "\u202e", "\x9b") if code in out]
     assert "[bold red]你好[/]" in out and "\\x1b[2J" in out
@@ -286,7 +287,7 @@ def test_console_has_a_line_for_each_validation_set(tmp_path: Path, capsys: pyte
     )
     logger.log("eval", 3, loss=2.0, **{"head/acc": 0.25})
     logger.log("train", 4, loss=2.0)
-    logger.finish("completed", {})
+    logger.finish("completed")
     prefix = "step 2/20 10.0% | validation"
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith(prefix)] == [

@@ -20,6 +20,7 @@ from test_trackers import ROOT, log_steps, offline_tracker
 
 from runner.reporting.command import replay
 from runner.tracking import tracker_process
+from runner.tracking.jsonl import SavedLogs
 from runner.tracking.logger import RunLogger
 from runner.tracking.trackers.program import Experiment
 from runner.tracking.trackers.tensorboard import TensorboardLog
@@ -110,7 +111,14 @@ def as_float32(points: Points) -> Points:
 
 def start_attempt(run: Path, attempt: int, resume_at: dict[str, int] | None, tracker_id: str | None) -> RunLogger:
     logger = RunLogger(run, offline_tracker("wandb", "tensorboard", "swanlab"))
-    logger.start({}, total_steps=20, attempt=attempt, run_config=CONFIG, resume_at=resume_at, tracker_id=tracker_id)
+    logger.start(
+        {},
+        total_steps=20,
+        attempt=attempt,
+        run_config=CONFIG,
+        saved=resume_at and SavedLogs(positions=resume_at),
+        tracker_id=tracker_id,
+    )
     return logger
 
 
@@ -132,13 +140,13 @@ def resumed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         logger.log("eval", 4, loss=2.5, perplexity=math.exp(2.5))
         logger.samples(4, [{"prompt": "not kept", "answer": "not kept"}])
         log_steps(logger, range(5, 7))
-        logger.finish("failed", {"error": "killed"})
+        logger.finish("failed", error="killed")
         assert logger.tracker_id
         logger = start_attempt(run, 2, position, logger.tracker_id)
         logger.log("eval", 4, loss=float("nan"), perplexity=12.5)
         log_steps(logger, range(5, 9))
         logger.samples(8, [{"prompt": "你好<b>", "answer": "# a made-up\nanswer\x1b"}])
-        logger.finish("completed", {})
+        logger.finish("completed")
         (run / "run.json").write_text(
             json.dumps({"status": "completed", "outcome": "completed", "id": "0123", "tracker_id": logger.tracker_id})
         )

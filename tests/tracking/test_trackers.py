@@ -24,7 +24,7 @@ from runner.config.overrides import check_overrides
 from runner.config.schema import config_groups, config_schema
 from runner.config.unread import check_typed_are_read
 from runner.tracking import tracker_process
-from runner.tracking.config import TRACKERS, TrackerConfig, require_package
+from runner.tracking.config import TRACKERS, TrackerConfig
 from runner.tracking.logger import RunLogger
 from runner.tracking.tracker_process import TrackerProcess, describe_experiment, finish_trackers
 from runner.tracking.trackers import program
@@ -50,9 +50,7 @@ def offline_tracker(name: str, *also: str) -> TrackerConfig:
 
 def start_logger(folder: Path, config: TrackerConfig, is_rank_zero: bool = True) -> RunLogger:
     logger = RunLogger(folder, config, is_rank_zero)
-    logger.start(
-        {"run": str(folder)}, total_steps=20, attempt=1, run_config={"seed": 1}, resume_at=None, tracker_id=None
-    )
+    logger.start({"run": str(folder)}, total_steps=20, attempt=1, run_config={"seed": 1}, saved=None, tracker_id=None)
     return logger
 
 
@@ -154,10 +152,14 @@ def test_further_trackers_share_project_and_mode() -> None:
     ]
 
 
-def test_missing_tracker_package_is_refused_with_its_install_command() -> None:
-    with pytest.raises(UserError, match="not installed") as caught:
-        require_package("no_such_package", extra="swanlab")
-    assert "pip install 'lm-runner[swanlab]'" in caught.value.fix
+@pytest.mark.parametrize("name", ["swanlab", "tensorboard", "wandb"])
+def test_missing_tracker_package_is_refused_with_its_install_command(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.settings.find_spec", lambda package: None)
+    with pytest.raises(UserError, match=f"the package {name}, which is not installed") as caught:
+        offline_tracker(name).check_installed()
+    assert f"pip install 'lm-runner[{name}]'" in caught.value.fix
 
 
 def test_logger_on_other_ranks_writes_nothing_and_starts_no_tracker(
@@ -168,7 +170,7 @@ def test_logger_on_other_ranks_writes_nothing_and_starts_no_tracker(
     logger.samples(2, [{"prompt": "p", "answer": "a"}])
     logger.warning("not printed")
     assert logger.position() == {}
-    logger.finish("completed", {})
+    logger.finish("completed")
     assert not any(tmp_path.iterdir()) and capsys.readouterr().out == ""
 
 
@@ -181,7 +183,7 @@ def test_failing_tracker_costs_one_warning_and_no_step(
     logger = start_logger(tmp_path, ProgramTracker(name="program", page=False, console="plain", program=program))
     for step in range(1, 1001):  # more than the queue and the pipe of a hanging tracker hold
         logger.log("train", step, loss=1.0, filler=float(step))
-    logger.finish("completed", {})
+    logger.finish("completed")
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1000
     assert capsys.readouterr().out.count("warning: tracker program:") == 1
 
@@ -212,7 +214,7 @@ def test_two_trackers_get_the_same_messages_in_folders_of_their_own(
     monkeypatch.setattr(ProgramTracker, "selected", lambda self: both)
     logger = start_logger(tmp_path, both[0])
     log_steps(logger, range(1, 4))
-    logger.finish("completed", {})
+    logger.finish("completed")
     first, second = (
         [json.loads(line) for line in (tmp_path / name / "got").read_text().splitlines()]
         for name in ("first", "second")

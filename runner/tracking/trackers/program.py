@@ -93,6 +93,15 @@ class ExperimentLog(Protocol):
     def finish(self, status: str, error: str) -> None: ...
 
 
+class ServiceLog:
+    """What an experiment of SwanLab and one of wandb have in common."""
+
+    _run: Any  # of the library
+
+    def log(self, kind: str, step: int, numbers: dict[str, float]) -> None:
+        self._run.log({f"{kind}/{name}": value for name, value in numbers.items()}, step=step)
+
+
 def run_program(open_experiment: Callable[[Experiment], ExperimentLog]) -> None:
     """Serve the messages on stdin until `finish` or the end of the training process."""
     os.nice(NICENESS)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runner.tracking.config import TRACKERS, ExternalTrackerConfig, require_package
-from runner.tracking.trackers.program import Experiment, run_program
+from runner.tracking.config import TRACKERS, ExternalTrackerConfig
+from runner.tracking.trackers.program import Experiment, ServiceLog, run_program
 
 SWANLAB_STATES = {"completed": "success", "interrupted": "aborted", "failed": "crashed"}
 
@@ -17,11 +17,10 @@ SWANLAB_STATES = {"completed": "success", "interrupted": "aborted", "failed": "c
 @TRACKERS.register("swanlab")
 @dataclass
 class SwanlabConfig(ExternalTrackerConfig):
-    def check_installed(self) -> None:
-        require_package("swanlab", extra="swanlab")
+    PACKAGE = "swanlab"
 
 
-class SwanlabLog:
+class SwanlabLog(ServiceLog):
     def __init__(self, experiment: Experiment) -> None:
         import swanlab
 
@@ -39,9 +38,6 @@ class SwanlabLog:
             **experiment.init_arguments(), description=experiment.note or None, mode=mode, settings=settings
         )
         self.location = f"{mode} ({reason}), {self._run.url if mode == 'online' else self._run.dir}"
-
-    def log(self, kind: str, step: int, numbers: dict[str, float]) -> None:
-        self._run.log({f"{kind}/{name}": value for name, value in numbers.items()}, step=step)
 
     def samples(self, step: int, samples: list[dict[str, str]]) -> None:
         answers, prompts = [sample["answer"] for sample in samples], [sample["prompt"] for sample in samples]

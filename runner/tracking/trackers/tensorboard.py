@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from common.settings import flat_settings
-from runner.tracking.config import TRACKERS, ExternalTrackerConfig, require_package
+from runner.tracking.config import TRACKERS, ExternalTrackerConfig
 from runner.tracking.trackers.program import Experiment, read_history, run_program
 
 if TYPE_CHECKING:
@@ -20,9 +20,7 @@ FLUSH_SECONDS = 5
 @dataclass
 class TensorboardConfig(ExternalTrackerConfig):
     HAS_PROJECTS: ClassVar[bool] = False
-
-    def check_installed(self) -> None:
-        require_package("tensorboard", extra="tensorboard")
+    PACKAGE = "tensorboard"
 
 
 class TensorboardLog:

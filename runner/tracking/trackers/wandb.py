@@ -10,8 +10,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from common.errors import UserError
-from runner.tracking.config import TRACKERS, ExternalTrackerConfig, require_package
-from runner.tracking.trackers.program import Experiment, run_program
+from runner.tracking.config import TRACKERS, ExternalTrackerConfig
+from runner.tracking.trackers.program import Experiment, ServiceLog, run_program
 
 API_HOST = "https://api.wandb.ai"  # unless WANDB_BASE_URL is set
 WANDB_EXIT_CODES = {"completed": 0, "interrupted": 75, "failed": 1}
@@ -20,8 +20,7 @@ WANDB_EXIT_CODES = {"completed": 0, "interrupted": 75, "failed": 1}
 @TRACKERS.register("wandb")
 @dataclass
 class WandbConfig(ExternalTrackerConfig):
-    def check_installed(self) -> None:
-        require_package("wandb", extra="wandb")
+    PACKAGE = "wandb"
 
 
 def find_api_key(host: str) -> str | None:
@@ -38,7 +37,7 @@ def find_api_key(host: str) -> str | None:
     return login[2] if login else None
 
 
-class WandbLog:
+class WandbLog(ServiceLog):
     def __init__(self, experiment: Experiment) -> None:
         os.environ["WANDB_ERROR_REPORTING"] = "false"  # faults of wandb are not sent to its makers
         import wandb
@@ -71,9 +70,6 @@ class WandbLog:
         folder = Path(self._run.dir).parent
         self._logs = folder / "logs"
         self.location = f"{mode} ({reason}), {self._run.url if mode == 'online' else folder}"
-
-    def log(self, kind: str, step: int, numbers: dict[str, float]) -> None:
-        self._run.log({f"{kind}/{name}": value for name, value in numbers.items()}, step=step)
 
     def samples(self, step: int, samples: list[dict[str, str]]) -> None:
         blocks = (
