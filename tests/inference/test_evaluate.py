@@ -633,7 +633,7 @@ def test_conversation_of_merged_turns_has_no_answer_before_a_question(
 def test_preference_refuses_a_reference_that_changed_since_the_run_began(
     call: Call, workspace: Path, tmp_path: Path
 ) -> None:
-    """`resume=SFT train.max_steps=N` writes other weights: rewards were measured against those, without a word."""
+    """`resume=SFT train.max_steps=N` writes other weights: rewards were measured against those, without an error."""
     pairs = [{"chosen": chat("Who?", text), "rejected": chat("Who?", text[::-1])} for text in TEXTS[:3]]
     data = write(workspace / "pairs.jsonl", pairs)
     for folder, *overrides in (
