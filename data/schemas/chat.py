@@ -192,10 +192,13 @@ def preference_pair(prompt: Any, row: dict, where: str, keys: tuple[str, str] = 
             "chosen equals rejected", "chosen and rejected are the same", where, "delete the row: it has no preference"
         )
     questions = [
-        [turn["content"].strip() for turn in chat.messages if turn["role"] == "user"][:1] for chat in (chosen, rejected)
+        [turn["content"].strip() for turn in chat.messages if turn["role"] in ("system", "user")][
+            : 1 + (chat.messages[0]["role"] == "system")
+        ]
+        for chat in (chosen, rejected)
     ]
     if questions[0] != questions[1]:
-        problem = "the first questions of chosen and rejected differ"
+        problem = "the system messages or first questions of chosen and rejected differ"
         raise BadRowError("different prompts", problem, where, "give both the same prompt, or delete the row")
     return PreferencePair(chosen, rejected)
 

@@ -122,6 +122,9 @@ def preference(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfi
 
     The reward is the log-ratio of model and reference in nats: beta is 1.
     """
+    from models.language_model import stored_tensors
+    from runner.checkpoint.compatibility import FROZEN_WEIGHTS, fingerprint_parameters
+    from runner.checkpoint.format import read_newest_state
     from runner.engine.objectives.dpo import Dpo
     from runner.engine.objectives.objective import Reference
 
@@ -132,6 +135,16 @@ def preference(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfi
             "the reference has another tokenizer: its probabilities are those of other tokens",
             f"reference={name}",
             "name the model that the run started from",
+        )
+    # under adapters the checkpoint names the base, perhaps in 4 bits or merged
+    is_known = not (cfg.reference or trained.has_adapter or reference.has_adapter)
+    state = read_newest_state(trained.run_dir) if is_known else None
+    saved = state and state["compatibility"].get(FROZEN_WEIGHTS)
+    if saved and saved != fingerprint_parameters(stored_tensors(reference.model)):
+        raise UserError(
+            "the weights that the run started from have changed since",
+            name,
+            f"reference=DIR names a copy of them, or a checkpoint {name}@step-N; reference={name} takes the changed ones",
         )
     objective = Dpo(1.0, Reference(reference.model))
     pairs, totals = 0, {"reward_accuracy": 0.0, "reward_margin": 0.0}

@@ -233,7 +233,17 @@ BAD_ROWS = [  # schema of the file, its second line, reason, message, position
         "minimind preference",
         {"chosen": [ASK, ANSWER], "rejected": [message("user", "another"), ANSWER]},
         "different prompts",
-        "the first questions of chosen and rejected differ",
+        "first questions of chosen and rejected differ",
+        ":2",
+    ),
+    (
+        "minimind preference",
+        {
+            "chosen": [message("system", "Be kind."), ASK, ANSWER],
+            "rejected": [message("system", "Be rude."), ASK, message("assistant", "no")],
+        },
+        "different prompts",
+        "the system messages or first questions of chosen and rejected differ",
         ":2",
     ),
     (

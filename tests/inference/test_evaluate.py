@@ -628,3 +628,27 @@ def test_conversation_of_merged_turns_has_no_answer_before_a_question(
         config = evaluate_config(metric, data)
         results = evaluate(replace(config, data=replace(config.data, turns="merge")), folder)
         assert results | counts == results
+
+
+def test_preference_refuses_a_reference_that_changed_since_the_run_began(
+    call: Call, workspace: Path, tmp_path: Path
+) -> None:
+    """`resume=SFT train.max_steps=N` writes other weights: rewards were measured against those, without an error."""
+    pairs = [{"chosen": chat("Who?", text), "rejected": chat("Who?", text[::-1])} for text in TEXTS[:3]]
+    data = write(workspace / "pairs.jsonl", pairs)
+    for folder, *overrides in (
+        ("sft", "stage=sft", f"data.path={write(workspace / 'chats.jsonl', [{'messages': pairs[0]['chosen']}])}"),
+        ("dpo", "stage=dpo", f"data.path={data}", "init_from=sft"),
+    ):
+        overrides += ["init_from=scratch"] * (folder == "sft")
+        done = call(*TINY_RUN, *overrides, "train.max_steps=2", "data.val_fraction=0", f"hydra.run.dir={folder}")
+        assert done.returncode == 0, done.stderr
+    run = workspace / "dpo"
+    margin = evaluate(evaluate_config("preference", data), run)["reward_margin"]
+    assert call("resume=sft", "train.max_steps=3").returncode == 0
+    with pytest.raises(UserError, match="the weights that the run started from have changed") as caught:
+        evaluate(evaluate_config("preference", data), run)
+    assert f"reference={workspace / 'sft'} takes the changed ones" in caught.value.fix
+    assert (
+        evaluate(evaluate_config("preference", data, reference=str(workspace / "sft")), run)["reward_margin"] != margin
+    )

@@ -122,9 +122,7 @@ def _per_answer(batch: Batch, values: Tensor) -> Tensor:
     """Sum the values of the tokens (R, T) -> (2, B), of the chosen and of the rejected answers."""
     from models.layers.ops import widest_float
 
-    return batch.sum_per_document(
-        values.to(widest_float(values.device)) if values.dtype.is_floating_point else values.long()
-    ).view(2, -1)
+    return batch.sum_per_document(values.to(widest_float(values.device))).view(2, -1)
 
 
 def _estimate_kl(log_ratios: Tensor) -> Tensor:
