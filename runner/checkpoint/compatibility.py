@@ -243,7 +243,9 @@ def diff_facts(saved: Mapping[str, Any], current: Mapping[str, Any], rules: Mapp
 
 
 def _cause(fact: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """Return what a changed fingerprint says: whether the tokenizer or the rows differ."""
+    """Return what a changed fingerprint says: what differs."""
+    if fact == FROZEN_WEIGHTS:
+        return " (the weights of init_from, which the run reads again, have changed: restore them)"
     if fact == TOKENIZER_FINGERPRINT:
         return " (the tokenizer or its chat template differs)"
     if fact != DATA_FINGERPRINT:

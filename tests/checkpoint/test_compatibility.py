@@ -143,7 +143,7 @@ def test_resume_with_another_tokenizer_names_it() -> None:
 def test_resume_refuses_other_frozen_weights(make_run, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted_run(make_run, stage)
     monkeypatch.setattr("runner.engine.build.seed_all", lambda seed: torch.manual_seed(seed + 1))
-    with pytest.raises(UserError, match="frozen_weights"):
+    with pytest.raises(UserError, match=r"frozen_weights: .* \(the weights of init_from, which the run reads again"):
         train(make_run(stage, "train.max_steps=6"))
 
 
