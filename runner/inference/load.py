@@ -100,9 +100,30 @@ def load_trained(folder: Path, device: str, setting: str = "run") -> LoadedModel
         if (model_type := settings.get("model", {}).get("model_type")) and isinstance(model.cfg, DecoderConfig):
             # the base model of an adapter may be written as another class
             model.cfg = dataclasses.replace(model.cfg, model_type=model_type)
+        if isinstance(lora := settings.get("stage", {}).get("lora"), dict) and not lora.get("quantize"):
+            _check_base(model, run_dir, f"{setting}={folder}")
         model = model.to(target).eval()
         model.prepare(is_packed=False)
     return LoadedModel(checkpoint or folder, run_dir, settings, model, tokenizer, target)
+
+
+def _check_base(model: LanguageModel, run_dir: Path, setting: str) -> None:
+    """Raise UserError if the weights under the adapter of a run have changed since it was trained: its `init_from` may
+    have been trained on. Files as old as the run are not compared.
+    """
+    from models.language_model import stored_tensors
+    from runner.checkpoint.compatibility import FROZEN_WEIGHTS, fingerprint_parameters
+    from runner.checkpoint.format import CHECKPOINTS_DIR, read_newest_state
+
+    base, checkpoints = Path(RunMetadata.read(run_dir).get("init_from") or ""), run_dir / CHECKPOINTS_DIR
+    files = (base, *base.glob("*.safetensors"), *base.glob("model/*.safetensors"))
+    times = [path.stat().st_mtime for path in (checkpoints, *files) if path.exists()]
+    if not checkpoints.is_dir() or max(times) == times[0] or (state := read_newest_state(run_dir)) is None:
+        return
+    weights = {name: tensor for name, tensor in stored_tensors(model).items() if ".lora." not in name}
+    if state["compatibility"].get(FROZEN_WEIGHTS) != fingerprint_parameters(weights):
+        fix = f"restore them; or run={run_dir / 'model'} adds it to the changed ones"
+        raise UserError(f"the weights under this adapter have changed since it was trained: {base}", setting, fix)
 
 
 def weights_dir(folder: Path, setting: str = "run") -> Path:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import math
+import os
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -652,3 +654,20 @@ def test_preference_refuses_a_reference_that_changed_since_the_run_began(
     assert (
         evaluate(evaluate_config("preference", data, reference=str(workspace / "sft")), run)["reward_margin"] != margin
     )
+
+
+def test_adapter_of_a_run_whose_base_was_trained_on_is_refused(call: Call, workspace: Path) -> None:
+    data = write(workspace / "chats.jsonl", [{"messages": chat("Who?", TEXTS[0])}])
+    for folder, *overrides in (("sft", "init_from=scratch"), ("adapter", "init_from=sft")):
+        stage = "sft" if folder == "sft" else "lora"
+        shared = (f"stage={stage}", f"data.path={data}", "train.max_steps=2", "data.val_fraction=0")
+        assert call(*TINY_RUN, *overrides, *shared, f"hydra.run.dir={folder}").returncode == 0
+    run = workspace / "adapter"
+    for weights in (workspace / "sft" / "model").glob("*.safetensors"):
+        os.utime(weights, (time.time() + 10,) * 2)  # a newer copy of the same weights
+    load_trained(run, "cpu")
+    assert call("resume=sft", "train.max_steps=3").returncode == 0
+    for folder in (run, next((run / "checkpoints").glob("step-*"))):
+        with pytest.raises(UserError, match="the weights under this adapter have changed since it was trained"):
+            load_trained(folder, "cpu")
+    assert load_trained(run / "model", "cpu").has_adapter
