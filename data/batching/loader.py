@@ -37,7 +37,6 @@ from data.background import (
 from data.batching.batch import Batch, collate
 from data.batching.packing import PackedSequences, Sequences
 from data.batching.sampler import ShuffledSampler
-from data.types import EncodedRow
 
 TRACEBACK_LINES = 30
 NAME_SECONDS = 1.0  # for reading the names of the rows that a worker was stuck at; reading them may be what hangs
@@ -98,7 +97,7 @@ class StepLoader:
         Close it as `iter_epoch`.
         """
         steps, pin, positions = range(start, end), self._pinning(), shared_positions(max(1, self.num_workers))
-        task = BatchTask(self.sequences, self.collate, partial(self._batches_of_worker, steps), positions)
+        task = BatchTask(self, steps, positions)
         watch = Watch(stop_requested, self.worker_timeout, positions.tobytes)
         if self.num_workers:
             with closing(BatchWorkers(task, self.num_workers, watch, pin)) as batches:
@@ -137,7 +136,7 @@ class StepLoader:
         num_rows = self.sampler.num_items(*divmod(step, self.steps_per_epoch))  # over all ranks
         return -(-max(0, num_rows - rank) // (self.world_size * self.batch_size))
 
-    def _batches_of_worker(self, steps: range, worker: int, num_workers: int) -> Iterator[list[int]]:
+    def batches_of_worker(self, steps: range, worker: int, num_workers: int) -> Iterator[list[int]]:
         """Yield the sequence indices of every `num_workers`th micro-batch of `steps`, from number `worker` on, counted
         through the epochs.
         """
@@ -166,28 +165,26 @@ def shared_positions(num_workers: int) -> np.ndarray:
 class BatchTask:
     """What the workers share. It can be pickled."""
 
-    sequences: Sequences
-    collate: Callable[[list[list[EncodedRow]]], Batch]
-    # (worker, number of workers) -> sequences of each of its micro-batches, in order
-    indices: Callable[[int, int], Iterator[list[int]]]
+    loader: StepLoader
+    steps: range
     positions: np.ndarray  # of `shared_positions`
 
     def batches(self, worker: int, num_workers: int) -> Iterator[Batch]:
         """Yield every `num_workers`th micro-batch, from number `worker` on."""
-        position = self.positions[worker]
+        position, sequences = self.positions[worker], self.loader.sequences
 
         def count_step(*_: int) -> None:
             position[1] += 1
 
-        if isinstance(self.sequences, PackedSequences):
-            self.sequences.progress = count_step
-        for indices in self.indices(worker, num_workers):
+        if isinstance(sequences, PackedSequences):
+            sequences.progress = count_step
+        for indices in self.loader.batches_of_worker(self.steps, worker, num_workers):
             rows = []
             for index in indices:
                 position[0] = index
                 count_step()
-                rows.append(self.sequences[index])
-            yield self.collate(rows)
+                rows.append(sequences[index])
+            yield self.loader.collate(rows)
 
     def describe(self, worker: int) -> str:
         """Return the rows that a worker reads now, or their sequence if they cannot be read within NAME_SECONDS."""
@@ -198,7 +195,7 @@ class BatchTask:
 
         def read_names() -> None:
             with suppress(Exception):
-                names.extend(row.name for row in self.sequences[index])
+                names.extend(row.name for row in self.loader.sequences[index])
 
         thread = threading.Thread(target=read_names, daemon=True)
         thread.start()
