@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 
 from common.errors import UserError
 from data.schemas.messages import check_chat, drop_empty_system
-from data.tokenize.block import LabelledIds
+from data.tokenize.block import LabelledIds, LossSpan
 from data.tokenize.jinja_sandbox import BEGIN, END, appears_in, mask_control_tokens, unmask_control_tokens
 from data.tokenize.pieces import FlatEncoder, flat_ids, gather
 from data.tokenize.renderer import Conversation, Rendering, Template, is_shipped
@@ -185,19 +185,20 @@ class ChatTemplate:
         numbers = {key: number for number, key in enumerate(distinct)}
         used = np.array([numbers[key] for key in keys], np.int64)
         ids = gather(all_ids, np.cumsum(lengths) - lengths, lengths, used)
-        weights = np.repeat(
-            np.array([segment.loss_weight for segments in chats for segment in segments], np.float32), lengths[used]
-        )
-        ends = np.concatenate([[0], np.cumsum(lengths[used])])[np.cumsum([0, *map(len, chats)])]
-        weights[ends[:-1][np.diff(ends) > 0]] = 0  # a span ends before the first token of the next conversation
-        edges = np.flatnonzero(np.diff(weights, prepend=0, append=0))
-        # adjacent turns may have different weights
-        edges = np.stack([edges[:-1], edges[1:]], axis=1)[weights[edges[:-1]] > 0]
-        first_spans, span_weights = np.searchsorted(edges[:, 0], ends).tolist(), weights[edges[:, 0]].tolist()
-        edges -= np.repeat(ends[:-1], np.diff(first_spans))[:, None]
-        spans = list(zip(edges[:, 0].tolist(), edges[:, 1].tolist(), span_weights, strict=True))
-        bounds = ends.tolist()
-        return [(ids[bounds[i] : bounds[i + 1]], spans[first_spans[i] : first_spans[i + 1]]) for i in range(len(chats))]
+        result: list[LabelledIds] = []
+        counts, first = iter(lengths[used].tolist()), 0
+        for segments in chats:
+            spans: list[LossSpan] = []
+            length = 0
+            for segment, count in zip(segments, counts, strict=False):
+                start, length = max(length, 1), length + count
+                if segment.loss_weight and start < length:
+                    if spans and spans[-1][1:] == (start, segment.loss_weight):
+                        start, _, _ = spans.pop()
+                    spans.append((start, length, segment.loss_weight))
+            result.append((ids[first : first + length], spans))
+            first += length
+        return result
 
     def _in_context(self, segments: list[TemplateSegment]) -> list[TemplateSegment]:
         """Return the segments as transformers encodes them, which are parts of one text there: without the white space
