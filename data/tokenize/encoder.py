@@ -24,11 +24,12 @@ from data.tokenize.block import (
     count_sample,
 )
 from data.tokenize.chat_template import ChatTemplate
+from data.tokenize.pieces import limited_parts
 from data.tokenize.segment_plan import TemplateSegment
 from data.tokenize.tokenizer import Tokenizer
 from data.types import BadRowError, EncodingConfig
 
-MAX_BATCH_CHARACTERS = 1 << 23  # rendered text that is encoded at once
+MAX_BATCH_CHARACTERS = 1 << 23  # rendered text that is encoded at once; a template may write far more than a row has
 ROWS_RENDERED_TOGETHER = 32
 TOO_LONG_REASON = "longer than data.max_length"
 NO_ANSWER_REASON = "all tokens with loss are beyond data.max_length"
@@ -58,7 +59,8 @@ class Encoder:
         if self.template is None:
             self._add_texts(list(rows))
         else:
-            self._add_chats(rows)
+            for batch in limited_parts(rows, _count_characters, MAX_BATCH_CHARACTERS):
+                self._add_chats(batch)
         self._stats.sampled, self._stats.common_answers = count_sample(self._sample)
         return build_block(self._encoded, self._stats)
 
@@ -146,18 +148,7 @@ class Encoder:
                 part = ids[start : min(start + size, last) + 1]
                 self._encoded.append((position, weight, [(part, [(1, len(part), 1.0)])]))
 
-    def _add_chats(self, rows: Iterable[UsableRow]) -> None:
-        batch: list[UsableRow] = []
-        size = 0
-        for row in rows:
-            batch.append(row)
-            size += sum(len(segment.text) for chat in row[3] for segment in chat)
-            if size > MAX_BATCH_CHARACTERS:  # a template may write far more text than a row has
-                self._add_batch(batch)
-                batch, size = [], 0
-        self._add_batch(batch)
-
-    def _add_batch(self, rows: list[UsableRow]) -> None:
+    def _add_chats(self, rows: list[UsableRow]) -> None:
         assert self.template is not None, "the schema is one of texts"
         segments = [chat for *_, chats in rows for chat in chats]
         encoded = iter(self.template.encode_segments(segments, self._encode_flat))
@@ -228,6 +219,10 @@ class Encoder:
         if self.encoding.loss_on == "all":  # a single span: turns end at their end token
             ends = (np.flatnonzero(ids == self.tokenizer.eos_id) + 1).tolist()
         return max((end for end in ends if end <= max_ids), default=max_ids)
+
+
+def _count_characters(row: UsableRow) -> int:
+    return sum(len(segment.text) for chat in row[3] for segment in chat)
 
 
 def _count_tokens(spans: list[LossSpan]) -> int:

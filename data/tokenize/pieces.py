@@ -20,9 +20,9 @@ looked up by `map`, and their ids are joined by numpy.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -80,6 +80,7 @@ NOT_CACHED = -1
 EncodeBatch = Callable[[list[str]], list[list[int]]]
 # texts -> (all ids, concatenated: int32; the number of ids of each: int64)
 FlatEncoder = Callable[[list[str]], tuple[np.ndarray, np.ndarray]]
+T = TypeVar("T")
 
 
 class PieceCache:
@@ -96,7 +97,7 @@ class PieceCache:
 
     def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return (the ids of all texts, concatenated: int32; the number of ids of each: int64)."""
-        parts = [self._encode(part) for part in _limited_parts(texts)]
+        parts = [self._encode(part) for part in limited_parts(texts, len, MAX_CUT_CHARACTERS)]
         return np.concatenate([ids for ids, _ in parts]), np.concatenate([lengths for _, lengths in parts])
 
     def _encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -159,14 +160,15 @@ def flat_ids(encoded: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     return np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum())), lengths
 
 
-def _limited_parts(texts: list[str]) -> Iterator[list[str]]:
-    """Yield the texts in lists of at most MAX_CUT_CHARACTERS, a longer text by itself."""
-    part: list[str] = []
+def limited_parts(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yield the items in lists that have at most `limit` together by `size_of`, a larger item by itself."""
+    part: list[T] = []
     size = 0
-    for text in texts:
-        if part and size + len(text) > MAX_CUT_CHARACTERS:
+    for item in items:
+        item_size = size_of(item)
+        if part and size + item_size > limit:
             yield part
             part, size = [], 0
-        part.append(text)
-        size += len(text)
+        part.append(item)
+        size += item_size
     yield part
