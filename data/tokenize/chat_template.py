@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from common.errors import UserError
 from data.schemas.messages import check_chat, drop_empty_system
 from data.tokenize.block import LabelledIds, LossSpan
 from data.tokenize.jinja_sandbox import BEGIN, END, appears_in, mask_control_tokens, unmask_control_tokens
-from data.tokenize.pieces import FlatEncoder, flat_ids, gather
+from data.tokenize.pieces import BytesEncoder, bytes_of_ids
 from data.tokenize.renderer import Conversation, Rendering, Template, is_shipped
 from data.tokenize.segment_plan import (
     MARKS_HINT,
@@ -47,6 +46,7 @@ from data.types import BadRowError
 
 CHATML = Path(__file__).with_name("chatml.jinja")
 MAX_TEMPLATE_CHARACTERS = 1 << 18  # the longest in public use has 20,000
+ID_BYTES = 4  # of a BytesEncoder
 MAX_EXPECTED_TURNS = 16  # of a conversation whose renderings are requested together
 
 
@@ -164,7 +164,7 @@ class ChatTemplate:
         return expected
 
     def encode_segments(
-        self, chats: list[list[TemplateSegment]], encode_flat: FlatEncoder | None = None
+        self, chats: list[list[TemplateSegment]], encode_texts: BytesEncoder | None = None
     ) -> list[LabelledIds]:
         """Return (ids, spans with loss) of each conversation, with one call of the tokenizer.
 
@@ -174,30 +174,28 @@ class ChatTemplate:
         if tokenizer.inner or tokenizer.stripping:
             chats = [self._in_context(segments) for segments in chats]
         keys = [(2 * each.is_control + each.is_inner, each.text) for segments in chats for each in segments]
-        distinct = sorted(dict.fromkeys(keys), key=itemgetter(0))  # "user\n" occurs often
-        texts, inner, control = ([text for kind, text in distinct if kind == wanted] for wanted in range(3))
-        encoded = (
-            (encode_flat or tokenizer.encode_flat)(texts),
-            (tokenizer.inner or tokenizer).encode_flat(inner),
-            flat_ids([[tokenizer.control_ids[token]] for token in control]),
+        distinct = dict.fromkeys(keys)  # "user\n" occurs often
+        encoders = (
+            encode_texts or tokenizer.encode_to_bytes,
+            (tokenizer.inner or tokenizer).encode_to_bytes,
+            lambda tokens: bytes_of_ids([tokenizer.control_ids[token]] for token in tokens),
         )
-        all_ids, lengths = map(np.concatenate, zip(*encoded, strict=True))
-        numbers = {key: number for number, key in enumerate(distinct)}
-        used = np.array([numbers[key] for key in keys], np.int64)
-        ids = gather(all_ids, np.cumsum(lengths) - lengths, lengths, used)
+        ids_of: dict[tuple[int, str], bytes] = {}
+        for kind, encode in enumerate(encoders):
+            of_kind = [key for key in distinct if key[0] == kind]
+            ids_of |= zip(of_kind, encode([text for _, text in of_kind]), strict=True)
         result: list[LabelledIds] = []
-        counts, first = iter(lengths[used].tolist()), 0
+        encoded = map(ids_of.__getitem__, keys)
         for segments in chats:
-            spans: list[LossSpan] = []
-            length = 0
-            for segment, count in zip(segments, counts, strict=False):
-                start, length = max(length, 1), length + count
+            ids, spans, length = [], list[LossSpan](), 0
+            for segment, part in zip(segments, encoded, strict=False):
+                ids.append(part)
+                start, length = max(length, 1), length + len(part) // ID_BYTES
                 if segment.loss_weight and start < length:
                     if spans and spans[-1][1:] == (start, segment.loss_weight):
                         start, _, _ = spans.pop()
                     spans.append((start, length, segment.loss_weight))
-            result.append((ids[first : first + length], spans))
-            first += length
+            result.append((np.frombuffer(b"".join(ids), np.int32), spans))
         return result
 
     def _in_context(self, segments: list[TemplateSegment]) -> list[TemplateSegment]:

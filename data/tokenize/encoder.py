@@ -44,7 +44,7 @@ class Encoder:
     def __init__(self, encoding: EncodingConfig) -> None:
         self.encoding, self.schema = encoding, SCHEMAS[encoding.schema]
         self.tokenizer = Tokenizer.load(encoding.tokenizer)
-        self._encode_flat = self.tokenizer.caching_encoder()
+        self._encode_texts = self.tokenizer.caching_encoder()
         self.template = None if encoding.data_format == "text" else ChatTemplate(self.tokenizer)
 
     def encode(self, source: Source, chunk: Iterable[tuple[int, object]]) -> EncodedBlock:
@@ -126,11 +126,9 @@ class Encoder:
     def _add_texts(self, rows: list[UsableRow]) -> None:
         size, stats = self.encoding.max_length, self._stats
         bos, eos = np.array(self.tokenizer.bos_ids, np.int32), np.array([self.tokenizer.eos_id], np.int32)
-        all_ids, lengths = self._encode_flat([text for *_, text in rows])
-        for (position, where, weight, _), end, length in zip(
-            rows, np.cumsum(lengths).tolist(), lengths.tolist(), strict=True
-        ):
-            ids = np.concatenate([bos, all_ids[end - length : end], eos])
+        encoded = self._encode_texts([text for *_, text in rows])
+        for (position, where, weight, _), text_ids in zip(rows, encoded, strict=True):
+            ids = np.concatenate([bos, np.frombuffer(text_ids, np.int32), eos])
             too_long, last = len(ids) > size + 1, len(ids) - 1
             if too_long and self.encoding.too_long == "drop":
                 stats.count_dropped("dropped", TOO_LONG_REASON, where)
@@ -151,7 +149,7 @@ class Encoder:
     def _add_chats(self, rows: list[UsableRow]) -> None:
         assert self.template is not None, "the schema is one of texts"
         segments = [chat for *_, chats in rows for chat in chats]
-        encoded = iter(self.template.encode_segments(segments, self._encode_flat))
+        encoded = iter(self.template.encode_segments(segments, self._encode_texts))
         for position, where, weight, chats in rows:
             self._add_chat(position, where, weight, [next(encoded) for _ in chats])
 
