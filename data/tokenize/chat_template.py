@@ -22,7 +22,7 @@ from common.errors import UserError
 from data.schemas.messages import check_chat, drop_empty_system
 from data.tokenize.block import LabelledIds, LossSpan
 from data.tokenize.jinja_sandbox import BEGIN, END, appears_in, mask_control_tokens, unmask_control_tokens
-from data.tokenize.pieces import BytesEncoder, bytes_of_ids
+from data.tokenize.pieces import ID_BYTES, BytesEncoder, bytes_of_ids
 from data.tokenize.renderer import Conversation, Rendering, Template, is_shipped
 from data.tokenize.segment_plan import (
     MARKS_HINT,
@@ -46,7 +46,6 @@ from data.types import BadRowError
 
 CHATML = Path(__file__).with_name("chatml.jinja")
 MAX_TEMPLATE_CHARACTERS = 1 << 18  # the longest in public use has 20,000
-ID_BYTES = 4  # of a BytesEncoder
 MAX_EXPECTED_TURNS = 16  # of a conversation whose renderings are requested together
 
 

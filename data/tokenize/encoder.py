@@ -20,7 +20,6 @@ from data.tokenize.block import (
     LabelledRow,
     LossSpan,
     RowStats,
-    build_block,
     count_sample,
 )
 from data.tokenize.chat_template import ChatTemplate
@@ -62,7 +61,7 @@ class Encoder:
             for batch in limited_parts(rows, _count_characters, MAX_BATCH_CHARACTERS):
                 self._add_chats(batch)
         self._stats.sampled, self._stats.common_answers = count_sample(self._sample)
-        return build_block(self._encoded, self._stats)
+        return EncodedBlock(self._encoded, self._stats)
 
     def _read_row(self, source: Source, position: int, raw: object) -> ReadRow | BadRowError:
         """Return the row, or why it is bad."""
@@ -144,7 +143,7 @@ class Encoder:
             # Parts overlap by one token, so that each token is predicted exactly once.
             for start in range(0, last, size):
                 part = ids[start : min(start + size, last) + 1]
-                self._encoded.append((position, weight, [(part, [(1, len(part), 1.0)])]))
+                self._add(position, weight, [(part, [(1, len(part), 1.0)])])
 
     def _add_chats(self, rows: list[UsableRow]) -> None:
         assert self.template is not None, "the schema is one of texts"
@@ -194,7 +193,12 @@ class Encoder:
             count = sum(start < len(ids) for start, *_ in each) if self.encoding.loss_on == "assistant" else 0
             stats.longest_conversation = max(stats.longest_conversation, len(ids))
             stats.most_answers = max(stats.most_answers, count)
-        self._encoded.append((position, weight, [(ids, each) for (ids, _), each in zip(chats, spans, strict=True)]))
+        self._add(position, weight, [(ids, each) for (ids, _), each in zip(chats, spans, strict=True)])
+
+    def _add(self, position: int, weight: float, sequences: list[LabelledIds]) -> None:
+        self._stats.tokens += sum(len(ids) for ids, _ in sequences)
+        self._stats.loss_tokens += sum(_count_tokens(spans) for _, spans in sequences)
+        self._encoded.append((position, weight, [(ids.tobytes(), spans) for ids, spans in sequences]))
 
     def _count_lost(self, whole: list[list[LossSpan]], kept: list[list[LossSpan]], longest: int) -> None:
         """Count what `kept` has lost of `whole`.

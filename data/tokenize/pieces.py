@@ -75,6 +75,7 @@ MAX_PIECE_CHARACTERS = 32  # of a piece that is remembered
 CHARACTERS_PER_SPACE = 12
 FIRST_UNSPACED = "\u2e80"  # scripts without spaces begin here: pieces with one of their characters are not remembered
 MAX_CUT_CHARACTERS = 1 << 20  # of the texts that are cut at once, because pieces take 10 times the memory of their text
+ID_BYTES = 4
 BytesEncoder = Callable[[list[str]], list[bytes]]  # texts -> the ids of each, as bytes of int32
 T = TypeVar("T")
 
