@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -137,10 +138,10 @@ def _question_and_answer(example: ChatExample | PreferencePair) -> tuple[str, st
     if isinstance(example, PreferencePair):
         return None
     turns = [(message["role"], str(message.get("content", "")).strip()) for message in example.messages]
-    answers = [
-        i for i, (role, text) in enumerate(turns) if role == "assistant" and text and i and turns[i - 1][0] == "user"
-    ]
-    return (turns[answers[-1] - 1][1], turns[answers[-1]][1]) if answers else None
+    for (asker, question), (role, answer) in reversed(list(itertools.pairwise(turns))):
+        if asker == "user" and role == "assistant" and answer:
+            return question, answer
+    return None
 
 
 @dataclass(frozen=True)
