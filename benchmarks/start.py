@@ -131,19 +131,9 @@ def write_random_store(folder: Path, size: int) -> None:
         while writer.tokens * 2 < size:
             lengths = np.clip(generator.lognormal(MEAN_LOG_LENGTH, 0.8, BATCH_TOKENS // 250), 2, 513).astype(np.int64)
             count, tokens = len(lengths), generator.integers(0, 6400, lengths.sum()).astype(np.int32)
-            spans = np.stack([np.ones(count, np.int64), lengths], 1).astype(np.int32)
+            sequences = [(ids.tobytes(), [(1, len(ids), 1.0)]) for ids in np.split(tokens, np.cumsum(lengths)[:-1])]
             stats = RowStats(read=count, kept=count, tokens=len(tokens), loss_tokens=len(tokens) - count)
-            writer.append(
-                EncodedBlock(
-                    tokens,
-                    lengths,
-                    spans,
-                    np.ones(count, np.int64),
-                    np.arange(rows, rows + count),
-                    np.ones(count, np.float32),
-                    stats,
-                )
-            )
+            writer.append(EncodedBlock([(rows + i, 1.0, [each]) for i, each in enumerate(sequences)], stats))
             rows += count
 
 

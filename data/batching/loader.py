@@ -8,6 +8,7 @@ step; here the error is raised where the batch is requested. Workers need no req
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import queue
 import sys
@@ -37,7 +38,6 @@ from data.background import (
 from data.batching.batch import Batch, collate
 from data.batching.packing import PackedSequences, Sequences
 from data.batching.sampler import ShuffledSampler
-from data.types import EncodedRow
 
 TRACEBACK_LINES = 30
 NAME_SECONDS = 1.0  # for reading the names of the rows that a worker was stuck at; reading them may be what hangs
@@ -98,10 +98,10 @@ class StepLoader:
         Close it as `iter_epoch`.
         """
         steps, pin, positions = range(start, end), self._pinning(), shared_positions(max(1, self.num_workers))
-        task = BatchTask(self.sequences, self.collate, partial(self._batches_of_worker, steps), positions)
+        task = BatchTask(self, steps, positions)
         watch = Watch(stop_requested, self.worker_timeout, positions.tobytes)
         if self.num_workers:
-            with closing(BatchWorkers(task, self.num_workers, watch, pin)) as batches:
+            with closing(worker_batches(task, self.num_workers, watch, pin)) as batches:
                 yield from self._whole_steps(steps, batches)
         else:
             own = self._whole_steps(steps, map(pin, task.batches(worker=0, num_workers=1)))
@@ -137,7 +137,7 @@ class StepLoader:
         num_rows = self.sampler.num_items(*divmod(step, self.steps_per_epoch))  # over all ranks
         return -(-max(0, num_rows - rank) // (self.world_size * self.batch_size))
 
-    def _batches_of_worker(self, steps: range, worker: int, num_workers: int) -> Iterator[list[int]]:
+    def batches_of_worker(self, steps: range, worker: int, num_workers: int) -> Iterator[list[int]]:
         """Yield the sequence indices of every `num_workers`th micro-batch of `steps`, from number `worker` on, counted
         through the epochs.
         """
@@ -166,28 +166,26 @@ def shared_positions(num_workers: int) -> np.ndarray:
 class BatchTask:
     """What the workers share. It can be pickled."""
 
-    sequences: Sequences
-    collate: Callable[[list[list[EncodedRow]]], Batch]
-    # (worker, number of workers) -> sequences of each of its micro-batches, in order
-    indices: Callable[[int, int], Iterator[list[int]]]
+    loader: StepLoader
+    steps: range
     positions: np.ndarray  # of `shared_positions`
 
     def batches(self, worker: int, num_workers: int) -> Iterator[Batch]:
         """Yield every `num_workers`th micro-batch, from number `worker` on."""
-        position = self.positions[worker]
+        position, sequences = self.positions[worker], self.loader.sequences
 
         def count_step(*_: int) -> None:
             position[1] += 1
 
-        if isinstance(self.sequences, PackedSequences):
-            self.sequences.progress = count_step
-        for indices in self.indices(worker, num_workers):
+        if isinstance(sequences, PackedSequences):
+            sequences.progress = count_step
+        for indices in self.loader.batches_of_worker(self.steps, worker, num_workers):
             rows = []
             for index in indices:
                 position[0] = index
                 count_step()
-                rows.append(self.sequences[index])
-            yield self.collate(rows)
+                rows.append(sequences[index])
+            yield self.loader.collate(rows)
 
     def describe(self, worker: int) -> str:
         """Return the rows that a worker reads now, or their sequence if they cannot be read within NAME_SECONDS."""
@@ -198,7 +196,7 @@ class BatchTask:
 
         def read_names() -> None:
             with suppress(Exception):
-                names.extend(row.name for row in self.sequences[index])
+                names.extend(row.name for row in self.loader.sequences[index])
 
         thread = threading.Thread(target=read_names, daemon=True)
         thread.start()
@@ -209,86 +207,71 @@ class BatchTask:
 WorkerFailure = tuple[str, str, str]  # of a worker: type of the exception, message, traceback
 
 
-class BatchWorkers:
-    """Iterator over the micro-batches of a task: number i is computed by worker i % count.
+def worker_batches(task: BatchTask, count: int, watch: Watch, receive: Callable[[Batch], Batch]) -> Generator[Batch]:
+    """Yield the micro-batches of a task: number i is computed by worker i % count.
 
-    One batch waits in the queue of its worker, one in the thread, one in the process. Raises TrainingError if a worker
-    fails, StopRequested.
+    One batch waits in the queue of its worker, one in the thread, one in the process. `receive`: applied to each batch
+    in the thread, e.g. to pin its memory. Raises TrainingError if a worker fails, StopRequested. At the end the workers
+    are killed, whatever they do.
     """
+    is_closed = threading.Event()
 
-    def __init__(self, task: BatchTask, count: int, watch: Watch, receive: Callable[[Batch], Batch]) -> None:
-        """`receive`: applied to each batch in a thread, e.g. to pin its memory."""
-        self.task, self.watch, self.receive = task, watch, receive
-        self._next, self._is_closed = 0, False
-        self._workers: list[Worker] = []
-        try:
-            bodies = [partial(_send_batches, task, index, count) for index in range(count)]
-            self._workers = start_workers(DATA_WORKER, bodies, self._receive_batches)
-        except OSError as error:
-            self.close()
-            message = f"{count} data workers cannot be started: {error.strerror or error}"
-            raise TrainingError(f"{message}; {_hint(str(error), 'use data.num_workers=0')}") from error
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        worker = self._workers[self._next % len(self._workers)]
-        self._next += 1
-        stuck = partial(self._stuck_error, worker)
-        self.watch.wait_for(worker.ready.wait, stuck, START_SECONDS)
-        message: Batch | WorkerFailure | None = self.watch.take(worker.received, stuck)  # None: the process has ended
-        if isinstance(message, Batch):
-            return message
-        raise self._exit_error(worker) if message is None else self._read_error(worker, *message)
-
-    def close(self) -> None:
-        """Kill the workers, whatever they do, and wait a limited time for their end."""
-        self._is_closed = True  # a thread ends after the message that it holds now
-        for worker in self._workers:
-            with suppress(queue.Empty):
-                worker.received.get_nowait()  # it may wait for space
-        stop_workers(self._workers)
-        self._workers = []
-
-    def _receive_batches(self, worker: Worker) -> None:
-        """Body of the thread of a worker."""
-        received = worker.received
+    def receive_batches(worker: Worker) -> None:
         try:
             worker.connection.recv()  # it is ready
             worker.ready.set()
-            while not self._is_closed:
+            while not is_closed.is_set():
                 message = worker.connection.recv()
-                received.put(self.receive(message) if isinstance(message, Batch) else message)
+                worker.received.put(receive(message) if isinstance(message, Batch) else message)
         except (EOFError, OSError):
             worker.ready.set()
-            received.put(None)
+            worker.received.put(None)
         except Exception as error:  # e.g. no memory for a batch
             worker.ready.set()
-            received.put(_failure_of(error))
+            worker.received.put(_failure_of(error))
 
-    def _reading(self, worker: Worker) -> str:
-        return f" while it read {self.task.describe(self._workers.index(worker))}"
+    try:
+        bodies = [partial(_send_batches, task, index, count) for index in range(count)]
+        workers = start_workers(DATA_WORKER, bodies, receive_batches)
+    except OSError as error:
+        problem = f"{count} data workers cannot be started: {error.strerror or error}"
+        raise TrainingError(f"{problem}; {_hint(str(error), 'use data.num_workers=0')}") from error
+    try:
+        for index, worker in itertools.cycle(enumerate(workers)):
+            describe = partial(task.describe, index)
+            stuck = partial(_stuck_error, worker, describe)
+            watch.wait_for(worker.ready.wait, stuck, START_SECONDS)
+            message: Batch | WorkerFailure | None = watch.take(worker.received, stuck)  # None: the process has ended
+            if not isinstance(message, Batch):
+                raise _exit_error(worker, describe) if message is None else _read_error(worker, describe, *message)
+            yield message
+    finally:
+        is_closed.set()  # a thread ends after the message that it holds now
+        for worker in workers:
+            with suppress(queue.Empty):
+                worker.received.get_nowait()  # it may wait for space
+        stop_workers(workers)
 
-    def _stuck_error(self, worker: Worker, seconds: float) -> TrainingError:
-        state = describe_state(worker.process.pid or 0)
-        done = "no progress for" if worker.ready.is_set() else "not ready after"
-        text = f"{worker.name} is stuck: {done} {seconds:.1f} s (data.worker_timeout){self._reading(worker)}{state}"
-        return TrainingError(f"{text}; try data.num_workers=0, or a larger data.worker_timeout if reading is this slow")
 
-    def _exit_error(self, worker: Worker) -> TrainingError:
-        text = f"{worker.name} {worker.describe_end()}{self._reading(worker)}"
-        return TrainingError(f"{text}; try fewer data.num_workers, or data.num_workers=0")
+def _stuck_error(worker: Worker, describe: Callable[[], str], seconds: float) -> TrainingError:
+    state = describe_state(worker.process.pid or 0)
+    done = "no progress for" if worker.ready.is_set() else "not ready after"
+    text = f"{worker.name} is stuck: {done} {seconds:.1f} s (data.worker_timeout) while it read {describe()}{state}"
+    return TrainingError(f"{text}; try data.num_workers=0, or a larger data.worker_timeout if reading is this slow")
 
-    def _read_error(self, worker: Worker, kind: str, message: str, trace: str) -> TrainingError:
-        if kind == "DamagedStoreError":  # it says what to do, and its traceback tells nothing
-            return TrainingError(message)
-        lines = trace.splitlines()
-        print_safely(
-            "\n".join([*(["..."] if len(lines) > TRACEBACK_LINES else []), *lines[-TRACEBACK_LINES:]]), sys.stderr
-        )
-        text = f"{worker.name} failed{self._reading(worker)}: {kind}: {one_line(message)[:500]}"
-        return TrainingError(f"{text}; {_hint(message, 'data.num_workers=0 reads in the training process')}")
+
+def _exit_error(worker: Worker, describe: Callable[[], str]) -> TrainingError:
+    text = f"{worker.name} {worker.describe_end()} while it read {describe()}"
+    return TrainingError(f"{text}; try fewer data.num_workers, or data.num_workers=0")
+
+
+def _read_error(worker: Worker, describe: Callable[[], str], kind: str, message: str, trace: str) -> TrainingError:
+    if kind == "DamagedStoreError":  # it says what to do, and its traceback tells nothing
+        return TrainingError(message)
+    lines = trace.splitlines()
+    print_safely("\n".join([*(["..."] if len(lines) > TRACEBACK_LINES else []), *lines[-TRACEBACK_LINES:]]), sys.stderr)
+    text = f"{worker.name} failed while it read {describe()}: {kind}: {one_line(message)[:500]}"
+    return TrainingError(f"{text}; {_hint(message, 'data.num_workers=0 reads in the training process')}")
 
 
 def _send_batches(task: BatchTask, index: int, count: int, connection: Connection) -> None:

@@ -1,7 +1,7 @@
 """Rows of an epoch: those of several token stores, each as often as its weight says, without the held-out ones.
 
-Which row has which index is arithmetic, so every index costs the same and memory does not grow with the data. The one
-exception are rows with weights of their own: their cumulative counts are in memory (8 bytes per row).
+Which row has which index is arithmetic, so every index costs about the same and memory does not grow with the data, but
+for 8 bytes per row of those that are held out or left out, and of those with weights of their own.
 """
 
 from __future__ import annotations
@@ -45,23 +45,19 @@ class HoldoutSplit:
     def __len__(self) -> int:
         return self.held_out if self.is_held_out else self.size - self.held_out
 
-    def strata(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (first row, number of rows, offset of the held-out row) of each stratum."""
+    @cached_property
+    def preceding(self) -> np.ndarray:
+        """Number of remaining rows before each held-out row, int64 (held_out,): held-out row k is preceding[k] + k."""
+        numbers = np.arange(self.held_out)
         first = numbers * self.size // self.held_out
         length = (numbers + 1) * self.size // self.held_out - first
-        return first, length, (hash64(numbers, HOLDOUT_SEED) % length.astype(np.uint64)).astype(np.int64)
+        return first + (hash64(numbers, HOLDOUT_SEED) % length.astype(np.uint64)).astype(np.int64) - numbers
 
     def rows(self, positions: np.ndarray) -> np.ndarray:
         """Return the row at each position among these rows, in file order."""
         if self.is_held_out:
-            first, _, chosen = self.strata(positions)
-            return first + chosen
-        # first(j) - j remaining rows precede stratum j; this is the last stratum that begins at or before each
-        # position.
-        j = np.minimum(((positions + 1) * self.held_out - 1) // (self.size - self.held_out), self.held_out - 1)
-        first, _, chosen = self.strata(j)
-        offset = positions - (first - j)
-        return first + offset + (offset >= chosen)
+            return self.preceding[positions] + positions
+        return positions + np.searchsorted(self.preceding, positions, side="right")
 
 
 @dataclass(frozen=True, eq=False)

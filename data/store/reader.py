@@ -19,8 +19,8 @@ to the size of the files.
 
 from __future__ import annotations
 
-import hashlib
 import os
+import struct
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.filesystem import crc32_of, load_sealed_json
-from data.tokenize.block import WEIGHT_MARK, RowStats
+from data.tokenize.block import RowStats
 from data.types import TokenSequence
 
 STORE_FORMAT = 6  # version of this layout: a store of another version is built again
@@ -43,23 +43,15 @@ TABLE_FILES = STORE_FILES[2:]
 SPAN_DTYPE = np.dtype("<u4")
 OFFSET_DTYPE = np.dtype([("token", "<u8"), ("span", "<u8")])
 ROW_DTYPE = np.dtype([("position", "<i8"), ("content", "<u8"), ("weight", "<f4"), ("checksum", "<u4")])
+OFFSET, ROW_HEAD = struct.Struct("<QQ"), struct.Struct("<q8sf")  # OFFSET_DTYPE, ROW_DTYPE without the checksum
 
 
-def row_checksum(
-    row: np.ndarray, lengths: np.ndarray, span_counts: np.ndarray, tokens: bytes | memoryview, spans: bytes | memoryview
-) -> int:
-    """Return the crc32 of an entry of rows.bin with its sequence lengths, tokens and spans."""
-    checksum = zlib.crc32(row.tobytes()[: -ROW_DTYPE["checksum"].itemsize])
-    for part in (lengths.tobytes(), span_counts.tobytes(), tokens, spans):
-        checksum = zlib.crc32(part, checksum)
-    return checksum
+WEIGHT_MARK = -1  # in place of a start in spans.bin
 
 
-def content_hash(lengths: np.ndarray, tokens: bytes | memoryview) -> int:
-    """Return a 64-bit hash of the token ids of a row: equal for rows that are the same tokens, whatever their loss mask
-    or weight.
-    """
-    return int.from_bytes(hashlib.blake2b(lengths.tobytes() + tokens, digest_size=8).digest(), "little")
+def row_checksum(*parts: Any) -> int:
+    """Return the crc32 of an entry of rows.bin before its checksum, sequence lengths, counts of spans, tokens, spans."""
+    return zlib.crc32(b"".join(parts))
 
 
 COUNTERS = ("dropped", "bad", "unused", "sampled", "common_answers")  # of RowStats, by a string
@@ -139,7 +131,8 @@ class TokenStore:
         tokens = self._read("tokens.bin", self._dtype.itemsize, *offsets["token"][[0, -1]].tolist())
         spans = self._read("spans.bin", 2 * SPAN_DTYPE.itemsize, *offsets["span"][[0, -1]].tolist())
         lengths, span_counts = (np.diff(offsets[part].astype("<i8")) for part in ("token", "span"))
-        if row_checksum(row, lengths, span_counts, tokens, spans) != int(row["checksum"][0]):
+        head = row.tobytes()[: ROW_HEAD.size]
+        if row_checksum(head, lengths, span_counts, tokens, spans) != int(row["checksum"][0]):
             raise self._damaged(f"row {i}")
         ids = np.frombuffer(tokens, self._dtype).astype(np.int32)
         remaining_spans = iter(np.frombuffer(spans, "<i4").reshape(-1, 2).tolist())

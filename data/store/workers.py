@@ -48,18 +48,35 @@ def encode_in_parallel(
         for chunk, bytes_read in chunks:
             yield encoder.encode(source, chunk), bytes_read
         return
-    pool = _Pool(source, encoding, num_workers, timeout)
+    jobs: SimpleQueue[_Job | None] = SimpleQueue()  # a worker takes the next one when it is idle; None: no more
     pending: deque[_Job] = deque()
+
+    def exchange(worker: Worker) -> None:
+        while (job := jobs.get()) is not None:
+            if not job.block.done():  # else an error of the chunks
+                job.encode(worker)
+
     try:
-        for job in _jobs(chunks):
+        workers = start_workers(
+            "tokenizing process", [partial(_encode_chunks, source, encoding)] * num_workers, exchange
+        )
+    except OSError as error:
+        message = f"{num_workers} tokenizing processes cannot be started: {error.strerror or error}"
+        fix = "raise the limits of this shell (ulimit -n, ulimit -u), or end other processes"
+        raise UserError(message, source.path, fix) from error
+    watch = Watch(timeout=timeout, progress=lambda: sum(job.block.done() for job in pending))
+    try:
+        for job in _jobs(source, chunks):
             pending.append(job)
-            pool.jobs.put(job)
+            jobs.put(job)
             if len(pending) > 2 * num_workers:  # for each worker one chunk to encode and one to continue with
-                yield pool.result(pending.popleft())
+                yield pending.popleft().result(watch)
         while pending:
-            yield pool.result(pending.popleft())
+            yield pending.popleft().result(watch)
     finally:
-        pool.close()
+        for _ in workers:
+            jobs.put(None)
+        stop_workers(workers)
 
 
 @lru_cache(1)
@@ -71,104 +88,76 @@ def _load_encoder(encoding: EncodingConfig, tokenizer: str) -> Encoder:
     return Encoder(encoding)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
     """A chunk, its block once it is encoded, and the worker that encodes it."""
 
+    rows: str  # where they are, for messages
     chunk: Chunk
     bytes_read: int
     block: Future[EncodedBlock] = field(default_factory=Future)
     worker: Worker | None = None
 
-
-def _jobs(chunks: Iterable[tuple[Chunk, int]]) -> Iterator[_Job]:
-    try:
-        for chunk, bytes_read in chunks:
-            yield _Job(chunk, bytes_read)
-    except Exception as error:  # raised in its turn, after the results of the chunks before it
-        failed = _Job([], 0)
-        failed.block.set_exception(error)
-        yield failed
-
-
-class _Pool:
-    """Worker processes that encode jobs; each takes the next one when it is idle."""
-
-    def __init__(self, source: Source, encoding: EncodingConfig, num_workers: int, timeout: float) -> None:
-        self.source = source
-        self.jobs: SimpleQueue[_Job | None] = SimpleQueue()  # None: no more
-        self._num_encoded = 0  # chunks
-        self._watch = Watch(timeout=timeout, progress=lambda: self._num_encoded)
-        bodies = [partial(_encode_chunks, source, encoding)] * num_workers
-        try:
-            self._workers = start_workers("tokenizing process", bodies, self._exchange)
-        except OSError as error:
-            message = f"{num_workers} tokenizing processes cannot be started: {error.strerror or error}"
-            fix = "raise the limits of this shell (ulimit -n, ulimit -u), or end other processes"
-            raise UserError(message, source.path, fix) from error
-
-    def result(self, job: _Job) -> tuple[EncodedBlock, int]:
-        """Wait for the block of a job. Raises UserError if nothing moves."""
+    def result(self, watch: Watch) -> tuple[EncodedBlock, int]:
+        """Wait for the block. Raises UserError if nothing moves."""
 
         def is_done(seconds: float) -> bool:
-            return bool(concurrent.futures.wait([job.block], seconds).done)
+            return bool(concurrent.futures.wait([self.block], seconds).done)
 
         def is_begun(seconds: float) -> bool:
-            return is_done(seconds) or (job.worker is not None and job.worker.ready.is_set())
+            return is_done(seconds) or (self.worker is not None and self.worker.ready.is_set())
 
-        stuck = partial(self._stuck_error, job)
-        self._watch.wait_for(is_begun, stuck, START_SECONDS)
-        self._watch.wait_for(is_done, stuck)
-        return job.block.result(), job.bytes_read
+        watch.wait_for(is_begun, self._stuck_error, START_SECONDS)
+        watch.wait_for(is_done, self._stuck_error)
+        return self.block.result(), self.bytes_read
 
-    def _exchange(self, worker: Worker) -> None:
-        """Give one worker a job after the other."""
-        while (job := self.jobs.get()) is not None:
-            if job.block.done():  # an error of the chunks
-                continue
-            job.worker = worker
-            try:
-                job.block.set_result(self._encode(job, worker))
-            except BaseException as error:  # raised where the block is requested
-                job.block.set_exception(error)
-
-    def _encode(self, job: _Job, worker: Worker) -> EncodedBlock:
+    def encode(self, worker: Worker) -> None:
+        """Body of the thread of a worker: exchange the chunk for its block, or the exception to raise."""
+        self.worker = worker
         try:
             if not worker.ready.is_set():
                 worker.connection.recv()
                 worker.ready.set()
-            worker.connection.send(job.chunk)
+            worker.connection.send(self.chunk)
             reply = worker.connection.recv()
-        except (OSError, EOFError) as error:
+            if isinstance(reply, OSError):  # not to be taken for one of the cache
+                fix = "raise the limits of this shell (ulimit -n), or end other processes"
+                reply = UserError(f"{worker.name} failed: {reply}", self.rows, fix)
+        except (OSError, EOFError):
             fix = "read its last output above; if the machine is out of memory, run fewer other processes"
-            raise UserError(f"{worker.name} {worker.describe_end()}", self._rows(job), fix) from error
-        self._num_encoded += 1
-        if isinstance(reply, OSError):  # not to be taken for one of the cache
-            fix = "raise the limits of this shell (ulimit -n), or end other processes"
-            raise UserError(f"{worker.name} failed: {reply}", self._rows(job), fix) from reply
+            reply = UserError(f"{worker.name} {worker.describe_end()}", self.rows, fix)
+        except Exception as error:  # e.g. a row that cannot be pickled
+            reply = error
         if isinstance(reply, Exception):
-            raise reply
-        return reply
+            self.block.set_exception(reply)
+        else:
+            self.block.set_result(reply)
 
-    def _stuck_error(self, job: _Job, seconds: float) -> UserError:
+    def _stuck_error(self, seconds: float) -> UserError:
         name, state, done = "the tokenizing processes", "", "not ready after"
-        if job.worker is not None:
-            name, state = job.worker.name, describe_state(job.worker.process.pid or 0)
-            done = "no rows encoded for" if job.worker.ready.is_set() else done
+        if self.worker is not None:
+            name, state = self.worker.name, describe_state(self.worker.process.pid or 0)
+            done = "no rows encoded for" if self.worker.ready.is_set() else done
         message = f"{name} stuck: {done} {seconds:.1f} s (data.worker_timeout){state}"
         fix = "look at these rows and at the regular expressions of the tokenizer; or a larger data.worker_timeout"
-        return UserError(message, self._rows(job), fix)
+        return UserError(message, self.rows, fix)
 
-    def _rows(self, job: _Job) -> str:
-        if not job.chunk:
-            return str(self.source.path)
-        first, last = (job.chunk[end][0] for end in (0, -1))
-        return self.source.where(first) + (f" to {last}" if last > first else "")
 
-    def close(self) -> None:
-        for _ in self._workers:
-            self.jobs.put(None)
-        stop_workers(self._workers)
+def _jobs(source: Source, chunks: Iterable[tuple[Chunk, int]]) -> Iterator[_Job]:
+    try:
+        for chunk, bytes_read in chunks:
+            yield _Job(_describe_rows(source, chunk), chunk, bytes_read)
+    except Exception as error:  # raised in its turn, after the results of the chunks before it
+        failed = _Job(str(source.path), [], 0)
+        failed.block.set_exception(error)
+        yield failed
+
+
+def _describe_rows(source: Source, chunk: Chunk) -> str:
+    if not chunk:
+        return str(source.path)
+    first, last = chunk[0][0], chunk[-1][0]
+    return source.where(first) + (f" to {last}" if last > first else "")
 
 
 def _encode_chunks(source: Source, encoding: EncodingConfig, connection: Connection) -> None:
@@ -183,6 +172,6 @@ def _encode_chunks(source: Source, encoding: EncodingConfig, connection: Connect
         chunk = connection.recv()
         try:
             reply: EncodedBlock | Exception = encoder.encode(source, chunk)
-        except Exception as error:
+        except Exception as error:  # e.g. a row that cannot be pickled
             reply = error
         connection.send(reply)

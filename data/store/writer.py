@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,17 +27,17 @@ from common.filesystem import (
     write_new_file,
 )
 from data.store.reader import (
-    OFFSET_DTYPE,
-    ROW_DTYPE,
-    SPAN_DTYPE,
+    OFFSET,
+    ROW_HEAD,
     STORE_FILES,
     STORE_FORMAT,
     STORE_MANIFEST,
     TABLE_FILES,
-    content_hash,
+    WEIGHT_MARK,
     row_checksum,
 )
 from data.tokenize.block import EncodedBlock, RowStats
+from data.tokenize.pieces import ID_BYTES
 
 
 @contextmanager
@@ -74,48 +75,48 @@ class StoreWriter:
         self._crc32 = dict.fromkeys(TABLE_FILES, 0)
 
     def append(self, block: EncodedBlock) -> None:
-        assert len(block.lengths) == len(block.span_counts) == self.sequences_per_row * len(block.positions), (
-            "wrong number of sequences per row"
-        )
-        assert not len(block.tokens) or 0 <= block.tokens.min() <= block.tokens.max() <= self.largest_id, (
+        all_ids = np.frombuffer(b"".join([ids for _, _, row in block.rows for ids, _ in row]), np.int32)
+        assert not len(all_ids) or 0 <= all_ids.min() <= all_ids.max() <= self.largest_id, (
             "an id outside of the vocabulary"
         )
-        tokens, spans = block.tokens.astype(self.dtype).tobytes(), block.spans.astype(SPAN_DTYPE).tobytes()
-        offsets = np.empty(len(block.lengths), OFFSET_DTYPE)
-        offsets["token"] = self.tokens + np.cumsum(block.lengths) - block.lengths
-        offsets["span"] = self.spans + np.cumsum(block.span_counts) - block.span_counts
-        rows = np.zeros(len(block.positions), ROW_DTYPE)
-        rows["position"], rows["weight"] = block.positions, block.weights
-        self._add_hashes(rows, block, memoryview(tokens), memoryview(spans))
-        for name, part in zip(STORE_FILES, (tokens, spans, offsets.tobytes(), rows.tobytes()), strict=True):
+        parts = {name: bytearray() for name in STORE_FILES}
+        all_tokens, end = memoryview(all_ids.astype(self.dtype).tobytes()), 0
+        parts["tokens.bin"] += all_tokens
+        for position, weight, sequences in block.rows:
+            assert len(sequences) == self.sequences_per_row, "wrong number of sequences per row"
+            lengths, span_counts, spans = array("q"), array("q"), array("i")
+            for ids, loss_spans in sequences:
+                parts["sequences.bin"] += OFFSET.pack(self.tokens, self.spans)
+                before = len(spans)
+                for start, stop, loss_weight in loss_spans:
+                    if loss_weight != 1:
+                        spans.extend((WEIGHT_MARK, int(np.float32(loss_weight).view(np.int32))))
+                    spans.extend((start, stop))
+                lengths.append(len(ids) // ID_BYTES)
+                span_counts.append((len(spans) - before) // 2)
+                self.tokens, self.spans = self.tokens + lengths[-1], self.spans + span_counts[-1]
+            begin, end = end, end + sum(lengths) * self.dtype.itemsize
+            tokens = all_tokens[begin:end]
+            # equal for rows that are the same tokens, whatever their loss mask or weight
+            content = hashlib.blake2b(lengths.tobytes() + tokens, digest_size=8).digest()
+            head = ROW_HEAD.pack(position, content, weight)
+            checksum = row_checksum(head, lengths, span_counts, tokens, spans)
+            parts["rows.bin"] += head + checksum.to_bytes(4, "little")
+            parts["spans.bin"] += spans.tobytes()
+            self.has_weights = self.has_weights or weight != 1
+        for name, part in parts.items():
             self._write(name, part)
-        self.tokens, self.spans = self.tokens + len(block.tokens), self.spans + len(block.spans)
-        self.has_weights = self.has_weights or bool((block.weights != 1).any())
         self.stats += block.stats
 
-    def _write(self, name: str, part: bytes) -> None:
+    def _write(self, name: str, part: bytes | bytearray) -> None:
         write_all(self._fds[name], part)
         self._digests[name].update(part)
         if name in TABLE_FILES:
             self._crc32[name] = zlib.crc32(part, self._crc32[name])
 
-    def _add_hashes(self, rows: np.ndarray, block: EncodedBlock, tokens: memoryview, spans: memoryview) -> None:
-        token = span = 0
-        lengths, counts = (
-            part.astype("<i8").reshape(-1, self.sequences_per_row) for part in (block.lengths, block.span_counts)
-        )
-        token_ends = (np.cumsum(lengths.sum(1)) * self.dtype.itemsize).tolist()
-        span_ends = (np.cumsum(counts.sum(1)) * 2 * SPAN_DTYPE.itemsize).tolist()
-        for i, (token_end, span_end) in enumerate(zip(token_ends, span_ends, strict=True)):
-            rows["content"][i] = content_hash(lengths[i], tokens[token:token_end])
-            rows["checksum"][i] = row_checksum(
-                rows[i : i + 1], lengths[i], counts[i], tokens[token:token_end], spans[span:span_end]
-            )
-            token, span = token_end, span_end
-
     def finish(self, metadata: dict[str, Any]) -> None:
         """Write the end of the offsets, and the manifest."""
-        self._write("sequences.bin", np.array([(self.tokens, self.spans)], OFFSET_DTYPE).tobytes())
+        self._write("sequences.bin", OFFSET.pack(self.tokens, self.spans))
         content = [self.sequences_per_row, self.dtype.str, *(digest.hexdigest() for digest in self._digests.values())]
         manifest = {
             "format": STORE_FORMAT,

@@ -1,8 +1,9 @@
-"""Encoded rows as flat arrays, counts of what happened to the rows of a file, and what data.max_length cuts off."""
+"""Encoded rows, counts of what happened to the rows of a file, and what data.max_length cuts off."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -28,8 +29,8 @@ MARKERS = {
 }
 LossSpan = tuple[int, int, float]  # [start, stop) within a sequence, and the weight of its tokens in the loss
 LabelledIds = tuple[np.ndarray, list[LossSpan]]  # (ids: int32, spans of tokens with loss) of one sequence
-LabelledRow = tuple[int, float, list[LabelledIds]]  # (position in its file, weight, its one or two sequences)
-WEIGHT_MARK = -1  # in place of a start: the stop is the weight of the next span, the bits of a float32
+# (position in its file: line number or index, weight, ids as bytes of int32 and spans of its one or two sequences)
+LabelledRow = tuple[int, float, list[tuple[bytes, list[LossSpan]]]]
 WARN_ABOVE = 0.05  # share of the tokens with loss
 KEPT_SHARE = 0.99  # of the tokens with loss, with the limit that the warning names
 # times the given limit, from which on the named limit gets its price, and a lower one of at most half of it is named,
@@ -108,41 +109,10 @@ def round_up_length(length: int) -> int:
 
 @dataclass
 class EncodedBlock:
-    """Some encoded rows of a source: N rows, S sequences (1 or 2 per row), P spans of tokens with loss."""
+    """Some encoded rows of a source."""
 
-    tokens: np.ndarray  # int32, the ids of all sequences, concatenated
-    lengths: np.ndarray  # int64 (S,) tokens of each sequence
-    # int32 (P, 2) [start, stop) within the sequence; before one of another weight than 1 (WEIGHT_MARK, its weight)
-    spans: np.ndarray
-    span_counts: np.ndarray  # int64 (S,) spans of each sequence
-    positions: np.ndarray  # int64 (N,) position of each row in its file: line number or index
-    weights: np.ndarray  # float32 (N,)
+    rows: list[LabelledRow]
     stats: RowStats
-
-
-def build_block(rows: list[LabelledRow], stats: RowStats) -> EncodedBlock:
-    """Return the rows as a block; their tokens are added to `stats`."""
-    sequences = [sequence for _, _, each in rows for sequence in each]
-    lengths = np.array([len(ids) for ids, _ in sequences], np.int64)
-    triples = np.array([span for _, spans in sequences for span in spans], np.float64).reshape(-1, 3)
-    spans, weights = triples[:, :2].astype(np.int32), triples[:, 2].astype(np.float32)
-    counts = np.array([len(spans) for _, spans in sequences], np.int64)
-    stats.tokens += int(lengths.sum())
-    stats.loss_tokens += int((spans[:, 1] - spans[:, 0]).sum())
-    # before a span with the weight 0.5 stands another one: WEIGHT_MARK, and the bits of 0.5 as an integer
-    if len(marked := np.flatnonzero(weights != 1)):
-        marks = np.stack([np.full(len(marked), WEIGHT_MARK, np.int32), weights[marked].view(np.int32)], axis=1)
-        spans, sequence_of = np.insert(spans, marked, marks, axis=0), np.repeat(np.arange(len(counts)), counts)
-        counts = counts + np.bincount(sequence_of[marked], minlength=len(counts))
-    return EncodedBlock(
-        tokens=np.concatenate([np.empty(0, np.int32), *(ids for ids, _ in sequences)]),
-        lengths=lengths,
-        spans=spans,
-        span_counts=counts,
-        positions=np.array([position for position, _, _ in rows], np.int64),
-        weights=np.array([weight for _, weight, _ in rows], np.float32),
-        stats=stats,
-    )
 
 
 def count_sample(examples: list[ChatExample | PreferencePair]) -> tuple[Counter[str], Counter[str]]:
@@ -168,10 +138,10 @@ def _question_and_answer(example: ChatExample | PreferencePair) -> tuple[str, st
     if isinstance(example, PreferencePair):
         return None
     turns = [(message["role"], str(message.get("content", "")).strip()) for message in example.messages]
-    answers = [
-        i for i, (role, text) in enumerate(turns) if role == "assistant" and text and i and turns[i - 1][0] == "user"
-    ]
-    return (turns[answers[-1] - 1][1], turns[answers[-1]][1]) if answers else None
+    for (asker, question), (role, answer) in reversed(list(itertools.pairwise(turns))):
+        if asker == "user" and role == "assistant" and answer:
+            return question, answer
+    return None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from jinja2 import TemplateError
 
 from common.errors import UserError
 from data.schemas.messages import check_chat, drop_empty_system
-from data.tokenize.block import LabelledIds
+from data.tokenize.block import LabelledIds, LossSpan
 from data.tokenize.jinja_sandbox import BEGIN, END, appears_in, mask_control_tokens, unmask_control_tokens
-from data.tokenize.pieces import FlatEncoder, flat_ids, gather
+from data.tokenize.pieces import ID_BYTES, BytesEncoder, bytes_of_ids
 from data.tokenize.renderer import Conversation, Rendering, Template, is_shipped
 from data.tokenize.segment_plan import (
     MARKS_HINT,
@@ -164,7 +163,7 @@ class ChatTemplate:
         return expected
 
     def encode_segments(
-        self, chats: list[list[TemplateSegment]], encode_flat: FlatEncoder | None = None
+        self, chats: list[list[TemplateSegment]], encode_texts: BytesEncoder | None = None
     ) -> list[LabelledIds]:
         """Return (ids, spans with loss) of each conversation, with one call of the tokenizer.
 
@@ -174,30 +173,29 @@ class ChatTemplate:
         if tokenizer.inner or tokenizer.stripping:
             chats = [self._in_context(segments) for segments in chats]
         keys = [(2 * each.is_control + each.is_inner, each.text) for segments in chats for each in segments]
-        distinct = sorted(dict.fromkeys(keys), key=itemgetter(0))  # "user\n" occurs often
-        texts, inner, control = ([text for kind, text in distinct if kind == wanted] for wanted in range(3))
-        encoded = (
-            (encode_flat or tokenizer.encode_flat)(texts),
-            (tokenizer.inner or tokenizer).encode_flat(inner),
-            flat_ids([[tokenizer.control_ids[token]] for token in control]),
+        distinct = dict.fromkeys(keys)  # "user\n" occurs often
+        encoders = (
+            encode_texts or tokenizer.encode_to_bytes,
+            (tokenizer.inner or tokenizer).encode_to_bytes,
+            lambda tokens: bytes_of_ids([tokenizer.control_ids[token]] for token in tokens),
         )
-        all_ids, lengths = map(np.concatenate, zip(*encoded, strict=True))
-        numbers = {key: number for number, key in enumerate(distinct)}
-        used = np.array([numbers[key] for key in keys], np.int64)
-        ids = gather(all_ids, np.cumsum(lengths) - lengths, lengths, used)
-        weights = np.repeat(
-            np.array([segment.loss_weight for segments in chats for segment in segments], np.float32), lengths[used]
-        )
-        ends = np.concatenate([[0], np.cumsum(lengths[used])])[np.cumsum([0, *map(len, chats)])]
-        weights[ends[:-1][np.diff(ends) > 0]] = 0  # a span ends before the first token of the next conversation
-        edges = np.flatnonzero(np.diff(weights, prepend=0, append=0))
-        # adjacent turns may have different weights
-        edges = np.stack([edges[:-1], edges[1:]], axis=1)[weights[edges[:-1]] > 0]
-        first_spans, span_weights = np.searchsorted(edges[:, 0], ends).tolist(), weights[edges[:, 0]].tolist()
-        edges -= np.repeat(ends[:-1], np.diff(first_spans))[:, None]
-        spans = list(zip(edges[:, 0].tolist(), edges[:, 1].tolist(), span_weights, strict=True))
-        bounds = ends.tolist()
-        return [(ids[bounds[i] : bounds[i + 1]], spans[first_spans[i] : first_spans[i + 1]]) for i in range(len(chats))]
+        ids_of: dict[tuple[int, str], bytes] = {}
+        for kind, encode in enumerate(encoders):
+            of_kind = [key for key in distinct if key[0] == kind]
+            ids_of |= zip(of_kind, encode([text for _, text in of_kind]), strict=True)
+        result: list[LabelledIds] = []
+        encoded = map(ids_of.__getitem__, keys)
+        for segments in chats:
+            ids, spans, length = [], list[LossSpan](), 0
+            for segment, part in zip(segments, encoded, strict=False):
+                ids.append(part)
+                start, length = max(length, 1), length + len(part) // ID_BYTES
+                if segment.loss_weight and start < length:
+                    if spans and spans[-1][1:] == (start, segment.loss_weight):
+                        start, _, _ = spans.pop()
+                    spans.append((start, length, segment.loss_weight))
+            result.append((np.frombuffer(b"".join(ids), np.int32), spans))
+        return result
 
     def _in_context(self, segments: list[TemplateSegment]) -> list[TemplateSegment]:
         """Return the segments as transformers encodes them, which are parts of one text there: without the white space

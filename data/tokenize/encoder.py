@@ -20,15 +20,15 @@ from data.tokenize.block import (
     LabelledRow,
     LossSpan,
     RowStats,
-    build_block,
     count_sample,
 )
 from data.tokenize.chat_template import ChatTemplate
+from data.tokenize.pieces import limited_parts
 from data.tokenize.segment_plan import TemplateSegment
 from data.tokenize.tokenizer import Tokenizer
 from data.types import BadRowError, EncodingConfig
 
-MAX_BATCH_CHARACTERS = 1 << 23  # rendered text that is encoded at once
+MAX_BATCH_CHARACTERS = 1 << 23  # rendered text that is encoded at once; a template may write far more than a row has
 ROWS_RENDERED_TOGETHER = 32
 TOO_LONG_REASON = "longer than data.max_length"
 NO_ANSWER_REASON = "all tokens with loss are beyond data.max_length"
@@ -43,7 +43,7 @@ class Encoder:
     def __init__(self, encoding: EncodingConfig) -> None:
         self.encoding, self.schema = encoding, SCHEMAS[encoding.schema]
         self.tokenizer = Tokenizer.load(encoding.tokenizer)
-        self._encode_flat = self.tokenizer.caching_encoder()
+        self._encode_texts = self.tokenizer.caching_encoder()
         self.template = None if encoding.data_format == "text" else ChatTemplate(self.tokenizer)
 
     def encode(self, source: Source, chunk: Iterable[tuple[int, object]]) -> EncodedBlock:
@@ -58,9 +58,10 @@ class Encoder:
         if self.template is None:
             self._add_texts(list(rows))
         else:
-            self._add_chats(rows)
+            for batch in limited_parts(rows, _count_characters, MAX_BATCH_CHARACTERS):
+                self._add_chats(batch)
         self._stats.sampled, self._stats.common_answers = count_sample(self._sample)
-        return build_block(self._encoded, self._stats)
+        return EncodedBlock(self._encoded, self._stats)
 
     def _read_row(self, source: Source, position: int, raw: object) -> ReadRow | BadRowError:
         """Return the row, or why it is bad."""
@@ -124,11 +125,9 @@ class Encoder:
     def _add_texts(self, rows: list[UsableRow]) -> None:
         size, stats = self.encoding.max_length, self._stats
         bos, eos = np.array(self.tokenizer.bos_ids, np.int32), np.array([self.tokenizer.eos_id], np.int32)
-        all_ids, lengths = self._encode_flat([text for *_, text in rows])
-        for (position, where, weight, _), end, length in zip(
-            rows, np.cumsum(lengths).tolist(), lengths.tolist(), strict=True
-        ):
-            ids = np.concatenate([bos, all_ids[end - length : end], eos])
+        encoded = self._encode_texts([text for *_, text in rows])
+        for (position, where, weight, _), text_ids in zip(rows, encoded, strict=True):
+            ids = np.concatenate([bos, np.frombuffer(text_ids, np.int32), eos])
             too_long, last = len(ids) > size + 1, len(ids) - 1
             if too_long and self.encoding.too_long == "drop":
                 stats.count_dropped("dropped", TOO_LONG_REASON, where)
@@ -144,23 +143,12 @@ class Encoder:
             # Parts overlap by one token, so that each token is predicted exactly once.
             for start in range(0, last, size):
                 part = ids[start : min(start + size, last) + 1]
-                self._encoded.append((position, weight, [(part, [(1, len(part), 1.0)])]))
+                self._add(position, weight, [(part, [(1, len(part), 1.0)])])
 
-    def _add_chats(self, rows: Iterable[UsableRow]) -> None:
-        batch: list[UsableRow] = []
-        size = 0
-        for row in rows:
-            batch.append(row)
-            size += sum(len(segment.text) for chat in row[3] for segment in chat)
-            if size > MAX_BATCH_CHARACTERS:  # a template may write far more text than a row has
-                self._add_batch(batch)
-                batch, size = [], 0
-        self._add_batch(batch)
-
-    def _add_batch(self, rows: list[UsableRow]) -> None:
+    def _add_chats(self, rows: list[UsableRow]) -> None:
         assert self.template is not None, "the schema is one of texts"
         segments = [chat for *_, chats in rows for chat in chats]
-        encoded = iter(self.template.encode_segments(segments, self._encode_flat))
+        encoded = iter(self.template.encode_segments(segments, self._encode_texts))
         for position, where, weight, chats in rows:
             self._add_chat(position, where, weight, [next(encoded) for _ in chats])
 
@@ -205,7 +193,12 @@ class Encoder:
             count = sum(start < len(ids) for start, *_ in each) if self.encoding.loss_on == "assistant" else 0
             stats.longest_conversation = max(stats.longest_conversation, len(ids))
             stats.most_answers = max(stats.most_answers, count)
-        self._encoded.append((position, weight, [(ids, each) for (ids, _), each in zip(chats, spans, strict=True)]))
+        self._add(position, weight, [(ids, each) for (ids, _), each in zip(chats, spans, strict=True)])
+
+    def _add(self, position: int, weight: float, sequences: list[LabelledIds]) -> None:
+        self._stats.tokens += sum(len(ids) for ids, _ in sequences)
+        self._stats.loss_tokens += sum(_count_tokens(spans) for _, spans in sequences)
+        self._encoded.append((position, weight, [(ids.tobytes(), spans) for ids, spans in sequences]))
 
     def _count_lost(self, whole: list[list[LossSpan]], kept: list[list[LossSpan]], longest: int) -> None:
         """Count what `kept` has lost of `whole`.
@@ -228,6 +221,10 @@ class Encoder:
         if self.encoding.loss_on == "all":  # a single span: turns end at their end token
             ends = (np.flatnonzero(ids == self.tokenizer.eos_id) + 1).tolist()
         return max((end for end in ends if end <= max_ids), default=max_ids)
+
+
+def _count_characters(row: UsableRow) -> int:
+    return sum(len(segment.text) for chat in row[3] for segment in chat)
 
 
 def _count_tokens(spans: list[LossSpan]) -> int:

@@ -14,17 +14,16 @@ A text is never cut within white space: `\s+(?!\S)` splits a run by what follows
 changes what follows.
 
 A piece that occurs again is looked up in a tenth of the time of encoding it. No Python runs per token: pieces are
-looked up by `map`, and their ids are joined by numpy.
+looked up by `map`, and their ids, which are bytes, are joined.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from itertools import chain, repeat
-from typing import Any
-
-import numpy as np
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, TypeVar
 
 from data.tokenize.tokenizer_limits import GPT2_PATTERN, LLAMA3_PATTERNS
 
@@ -76,97 +75,54 @@ MAX_PIECE_CHARACTERS = 32  # of a piece that is remembered
 CHARACTERS_PER_SPACE = 12
 FIRST_UNSPACED = "\u2e80"  # scripts without spaces begin here: pieces with one of their characters are not remembered
 MAX_CUT_CHARACTERS = 1 << 20  # of the texts that are cut at once, because pieces take 10 times the memory of their text
-NOT_CACHED = -1
-EncodeBatch = Callable[[list[str]], list[list[int]]]
-# texts -> (all ids, concatenated: int32; the number of ids of each: int64)
-FlatEncoder = Callable[[list[str]], tuple[np.ndarray, np.ndarray]]
+ID_BYTES = 4
+BytesEncoder = Callable[[list[str]], list[bytes]]  # texts -> the ids of each, as bytes of int32
+T = TypeVar("T")
 
 
 class PieceCache:
-    """Piece number n has the ids from ends[n] to ends[n + 1]."""
+    """An encoder of texts that remembers the ids of their pieces."""
 
-    def __init__(self, cuts: re.Pattern[str], encode_batch: EncodeBatch) -> None:
-        """`cuts`: from `cut_pattern`; `encode_batch`: encodes texts without this cache."""
-        self._cuts, self._encode_batch = cuts, encode_batch
-        self._forget()
+    def __init__(self, cuts: re.Pattern[str], encode: BytesEncoder) -> None:
+        """`cuts`: from `cut_pattern`; `encode`: the encoder without this cache."""
+        self._cuts, self._encode_pieces = cuts, encode
+        self._known: dict[str, bytes] = {}
 
-    def _forget(self) -> None:
-        self._numbers: dict[str, int] = {}
-        self._ids, self._ends = np.empty(0, np.int32), np.zeros(1, np.int64)
+    def encode(self, texts: list[str]) -> list[bytes]:
+        return [ids for part in limited_parts(texts, len, MAX_CUT_CHARACTERS) for ids in self._encode(part)]
 
-    def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (the ids of all texts, concatenated: int32; the number of ids of each: int64)."""
-        parts = [self._encode(part) for part in _limited_parts(texts)]
-        return np.concatenate([ids for ids, _ in parts]), np.concatenate([lengths for _, lengths in parts])
-
-    def _encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def _encode(self, texts: list[str]) -> list[bytes]:
         if len(texts) == 1 and len(texts[0]) > MAX_CUT_CHARACTERS:
-            return flat_ids(self._encode_batch(texts))
+            return self._encode_pieces(texts)
         found = [
             self._cuts.findall(text) if text.count(" ") * CHARACTERS_PER_SPACE > len(text) else [text] for text in texts
         ]
-        pieces = list(chain.from_iterable(found))
-        numbers = np.fromiter(map(self._numbers.get, pieces, repeat(NOT_CACHED)), np.int64, len(pieces))
-        ids, ends = self._ids, self._ends
-        if len(missing := np.flatnonzero(numbers == NOT_CACHED)):
-            missing_pieces = [pieces[index] for index in missing.tolist()]
-            new, ids, ends = self._encode_new(missing_pieces)
-            numbers[missing] = np.fromiter(map(new.__getitem__, missing_pieces), np.int64, len(missing))
-        lengths = np.diff(ends)
-        num_ids = np.concatenate([[0], np.cumsum(lengths[numbers])])  # of all pieces before each
-        last_pieces = np.cumsum(np.fromiter(map(len, found), np.int64, len(found)))
-        return gather(ids, ends[:-1], lengths, numbers), np.diff(num_ids[last_pieces], prepend=0)
-
-    def _encode_new(self, missing: list[str]) -> tuple[dict[str, int], np.ndarray, np.ndarray]:
-        """Return the numbers of new pieces, and ids and ends with them at the end; remember those that may occur again."""
-        new = dict.fromkeys(missing)
-        kept = [
-            piece
-            for piece in new
-            if len(piece) <= MAX_PIECE_CHARACTERS and (piece.isascii() or max(piece) < FIRST_UNSPACED)
-        ]
-        for piece in kept:
-            del new[piece]
-        count = len(self._numbers)
-        numbers = {piece: number for number, piece in enumerate([*kept, *new], count)}
-        added, lengths = flat_ids(self._encode_batch(list(numbers)))
-        ids, ends = (
-            np.concatenate([self._ids, added]),
-            np.concatenate([self._ends, self._ends[-1] + np.cumsum(lengths)]),
-        )
-        if count + len(kept) > MAX_PIECES:
-            self._forget()
-        else:
-            self._numbers.update(zip(kept, range(count, count + len(kept)), strict=True))
-            self._ends = ends[: count + len(kept) + 1]
-            self._ids = ids[: self._ends[-1]]
-        return numbers, ids, ends
+        known = self._known
+        new = [piece for piece in dict.fromkeys(chain.from_iterable(found)) if piece not in known]
+        known.update(zip(new, self._encode_pieces(new), strict=True))
+        encoded = [b"".join(map(known.__getitem__, pieces)) for pieces in found]
+        for piece in new:
+            if len(piece) > MAX_PIECE_CHARACTERS or not (piece.isascii() or max(piece) < FIRST_UNSPACED):
+                del known[piece]  # it hardly occurs again
+        if len(known) > MAX_PIECES:
+            known.clear()
+        return encoded
 
 
-def gather(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Return the ids of texts, concatenated.
-
-    `starts`, `lengths`: where in `ids` those of each text are; `numbers`: the texts, in any order.
-    """
-    counts = lengths[numbers]
-    ends = np.cumsum(counts)
-    return ids[np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts[numbers] - ends + counts, counts)]
+def bytes_of_ids(encoded: Iterable[list[int]]) -> list[bytes]:
+    """Return each list of ids as bytes of int32."""
+    return [array("i", ids).tobytes() for ids in encoded]
 
 
-def flat_ids(encoded: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (all ids, concatenated: int32; the number of ids of each: int64)."""
-    lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
-    return np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum())), lengths
-
-
-def _limited_parts(texts: list[str]) -> Iterator[list[str]]:
-    """Yield the texts in lists of at most MAX_CUT_CHARACTERS, a longer text by itself."""
-    part: list[str] = []
+def limited_parts(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yield the items in lists that have at most `limit` together by `size_of`, a larger item by itself."""
+    part: list[T] = []
     size = 0
-    for text in texts:
-        if part and size + len(text) > MAX_CUT_CHARACTERS:
+    for item in items:
+        item_size = size_of(item)
+        if part and size + item_size > limit:
             yield part
             part, size = [], 0
-        part.append(text)
-        size += len(text)
+        part.append(item)
+        size += item_size
     yield part

@@ -12,7 +12,6 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer as Engine
 
 from common.errors import UserError
@@ -25,7 +24,7 @@ from common.guarded_files import (
     read_source_file,
     reporting_missing_fields,
 )
-from data.tokenize.pieces import FlatEncoder, PieceCache, cut_pattern, flat_ids
+from data.tokenize.pieces import BytesEncoder, PieceCache, bytes_of_ids, cut_pattern
 from data.tokenize.tokenizer_limits import OTHER_TOKENIZER_HINT, SECTIONS, find_problem
 
 PAD, BOS, EOS = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
@@ -186,15 +185,15 @@ class Tokenizer:
         except BaseException as error:
             raise _panic_error(error, self.folder) from None
 
-    def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of `encode_batch`: (all ids, concatenated: int32; the number of ids of each text: int64)."""
-        return flat_ids(self.encode_batch(texts))
+    def encode_to_bytes(self, texts: list[str]) -> list[bytes]:
+        """Return the ids of `encode_batch`, as bytes of int32."""
+        return bytes_of_ids(self.encode_batch(texts))
 
-    def caching_encoder(self) -> FlatEncoder:
-        """Return `encode_flat` with a cache of pieces of texts, for one thread; without one if it is not certain that
-        it gives the same ids.
+    def caching_encoder(self) -> BytesEncoder:
+        """Return `encode_to_bytes` with a cache of pieces of texts, for one thread; without one if it is not certain
+        that it gives the same ids.
         """
-        return PieceCache(self._cuts, self.encode_batch).encode if self._cuts else self.encode_flat
+        return PieceCache(self._cuts, self.encode_to_bytes).encode if self._cuts else self.encode_to_bytes
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         return self._full.decode(list(ids), skip_special_tokens=skip_special)

@@ -69,11 +69,8 @@ def train_tokenizer(cfg: TokenizerConfig) -> None:
         print_safely(f"{tokenizer.vocab_size} tokens from {stats.rows} rows in {cfg.to}")
     for reason, count in stats.bad.most_common():
         print_safely(f"left out {count}: {reason}, first at {stats.first_seen[reason]}")
-    print_safely(
-        report_table(
-            {str(each.folder): measure_tokenizer(each, stats.held_out) for each in (tokenizer, other) if each}, stats
-        )
-    )
+    measured = {str(each.folder): measure_tokenizer(each, stats.held_out) for each in (tokenizer, other) if each}
+    print_safely(report_table(measured))
 
 
 @dataclass
@@ -131,22 +128,14 @@ def _language(text: str) -> str:
     return "zh" if 5 * han >= len(text) else "en"
 
 
-@dataclass
-class TokenizerReport:
-    """Evaluation of a tokenizer on held-out texts."""
-
-    vocab_size: int
-    chars_per_token: dict[tuple[str, str], float]  # by file and language
-    unknown_bytes: int  # bytes of the texts without a token: 0 for a byte-level tokenizer
-    not_restored: list[str]  # file:line of texts that decoding does not restore exactly
-
-
-def measure_tokenizer(tokenizer: Tokenizer, held_out: Texts) -> TokenizerReport:
-    rates, characters = {}, Counter[str]()
-    not_restored: list[str] = []
-    for name, texts in held_out.items():
+def measure_tokenizer(tokenizer: Tokenizer, held_out: Texts) -> dict[str, str]:
+    """Return what the table of `report_table` says of a tokenizer, by the title of the line."""
+    measured, characters = {"vocabulary": f"{tokenizer.vocab_size}"}, Counter[str]()
+    not_restored: list[str] = []  # file:line of texts that decoding does not restore exactly
+    for (file, language), texts in held_out.items():
         encoded = tokenizer.encode_batch([text for _, text in texts])
-        rates[name] = sum(len(text) for _, text in texts) / max(1, sum(map(len, encoded)))
+        rate = sum(len(text) for _, text in texts) / max(1, sum(map(len, encoded)))
+        measured[f"characters per token on {len(texts)} held-out texts of {file} ({language})"] = f"{rate:.2f}"
         not_restored += [
             where
             for (where, text), ids in zip(texts, encoded, strict=True)
@@ -154,11 +143,18 @@ def measure_tokenizer(tokenizer: Tokenizer, held_out: Texts) -> TokenizerReport:
         ]
         for _, text in texts:
             characters.update(text)
-    return TokenizerReport(tokenizer.vocab_size, rates, _count_unknown_bytes(tokenizer, characters), not_restored)
+    return measured | {
+        "unknown bytes": f"{_count_unknown_bytes(tokenizer, characters)}",
+        "texts that decoding does not restore": f"{len(not_restored)}",
+        "the first of them": "".join(not_restored[:1]),
+    }
 
 
 def _count_unknown_bytes(tokenizer: Tokenizer, characters: Counter[str]) -> int:
-    """Encode and decode each character between two letters: some tokenizers drop a space at the end of a text."""
+    """Return the number of bytes of the texts without a token, 0 for a byte-level tokenizer.
+
+    Encodes and decodes each character between two letters: some tokenizers drop a space at the end of a text.
+    """
     decoded = (
         tokenizer.decode(ids, skip_special=False)
         for ids in tokenizer.encode_batch([f"x{character}x" for character in characters])
@@ -170,22 +166,11 @@ def _count_unknown_bytes(tokenizer: Tokenizer, characters: Counter[str]) -> int:
     )
 
 
-def report_table(reports: dict[str, TokenizerReport], stats: CorpusStats) -> str:
-    """Return a text table with a column per tokenizer."""
-    columns = reports.values()
-    lines = [["", *reports], ["vocabulary", *(f"{report.vocab_size}" for report in columns)]]
-    for name, texts in stats.held_out.items():
-        title = f"characters per token on {len(texts)} held-out texts of {name[0]} ({name[1]})"
-        lines.append([title, *(f"{report.chars_per_token[name]:.2f}" for report in columns)])
-    lines.append(["unknown bytes", *(f"{report.unknown_bytes}" for report in columns)])
-    lines.append(["texts that decoding does not restore", *(f"{len(report.not_restored)}" for report in columns)])
-    if any(report.not_restored for report in columns):
-        lines.append(
-            [
-                "the first of them",
-                *(report.not_restored[0] if report.not_restored else "" for report in columns),
-            ]
-        )
+def report_table(reports: dict[str, dict[str, str]]) -> str:
+    """Return a text table with a column per tokenizer, from what `measure_tokenizer` returns by the tokenizer's name."""
+    columns = list(reports.values())
+    lines = [["", *reports], *([title, *(column[title] for column in columns)] for title in columns[0])]
+    lines = [line for line in lines if any(line[1:])]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(

@@ -4,12 +4,13 @@ import json
 import random
 import shutil
 
+import numpy as np
 import pytest
 
 from data.schemas.messages import check_chat
 from data.tokenize import pieces as cache
 from data.tokenize.chat_template import ChatTemplate
-from data.tokenize.pieces import PieceCache, cut_pattern, flat_ids
+from data.tokenize.pieces import PieceCache, cut_pattern
 from data.tokenize.tokenizer import Tokenizer
 from data.tokenize.tokenizer_limits import GPT2_PATTERN, LLAMA3_PATTERNS
 
@@ -102,19 +103,15 @@ def random_texts(count, rng):
     return ["".join(rng.choices(UNITS, k=rng.choice([0, 1, 2, 3, 6, 30]))) for _ in range(count)]
 
 
-def is_same(encode_flat, tokenizer, texts):
-    found, expected = encode_flat(texts), flat_ids(tokenizer.encode_batch(texts))
-    return all(
-        ours.dtype == reference.dtype and ours.tolist() == reference.tolist()
-        for ours, reference in zip(found, expected, strict=True)
-    )
+def is_same(encode, tokenizer, texts):
+    return [np.frombuffer(ids, np.int32).tolist() for ids in encode(texts)] == tokenizer.encode_batch(texts)
 
 
 @pytest.mark.parametrize("name", CUT)
 def test_pieces_of_a_text_have_the_ids_of_the_whole_text(load_variant, name):
     tokenizer, rng = load_variant(CUT[name]), random.Random(name)
     encode = tokenizer.caching_encoder()
-    assert encode != tokenizer.encode_flat, "the text is cut"
+    assert encode != tokenizer.encode_to_bytes, "the text is cut"
     assert all(is_same(encode, tokenizer, random_texts(300, rng)) for _ in range(4))
 
 
@@ -122,7 +119,7 @@ def test_pieces_of_a_text_have_the_ids_of_the_whole_text(load_variant, name):
 def test_pieces_are_not_looked_up_where_the_ends_of_pre_tokens_are_not_known(load_variant, name):
     tokenizer = load_variant(NOT_CUT[name])
     encode = tokenizer.caching_encoder()
-    assert encode == tokenizer.encode_flat
+    assert encode == tokenizer.encode_to_bytes
     assert is_same(encode, tokenizer, random_texts(50, random.Random(0)))
 
 
@@ -136,20 +133,16 @@ def test_pieces_are_not_looked_up_with_random_merges_or_added_tokens(tokenizer):
 def test_piece_cache_is_bounded_and_forgets(tokenizer, monkeypatch):
     monkeypatch.setattr(cache, "MAX_PIECES", 50)
     monkeypatch.setattr(cache, "MAX_CUT_CHARACTERS", 500)
-    pieces, rng = PieceCache(tokenizer._cuts, tokenizer.encode_batch), random.Random(1)
+    pieces, rng = PieceCache(tokenizer._cuts, tokenizer.encode_to_bytes), random.Random(1)
     for _ in range(20):
         assert is_same(
             pieces.encode,
             tokenizer,
             [" ".join(f"item{rng.randrange(1000)}" for _ in range(20)) for _ in range(4)] + ["x " * 400],
         )
-        assert (
-            len(pieces._numbers) <= 50
-            and len(pieces._ends) == len(pieces._numbers) + 1
-            and len(pieces._ids) == pieces._ends[-1]
-        )
+        assert len(pieces._known) <= 50
     pieces.encode(["short a b c d " + "y" * 33 + " 你好 end"])
-    assert {" end", "short"} <= pieces._numbers.keys() and not {" " + "y" * 33, " 你好"} & pieces._numbers.keys()
+    assert {" end", "short"} <= pieces._known.keys() and not {" " + "y" * 33, " 你好"} & pieces._known.keys()
 
 
 def conversations(rng):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from common.errors import UserError
 from data.store.reader import STORE_FILES, STORE_MANIFEST, TABLE_FILES, DamagedStoreError, TokenStore
 from data.store.writer import write_store
-from data.tokenize.block import EncodedBlock, RowStats, build_block
+from data.tokenize.block import EncodedBlock, RowStats
 
 ROOT = Path(__file__).parents[2]
 LARGEST = 6399
@@ -24,16 +24,15 @@ WIDE = 151_000
 
 def block(rows, stats=None):
     """rows: [(position, weight, [(ids, [(start, stop), ...]), ...one or two sequences]), ...]"""
-    sequences = [sequence for _, _, each in rows for sequence in each]
-    return EncodedBlock(
-        tokens=np.array([token for ids, _ in sequences for token in ids], np.int32),
-        lengths=np.array([len(ids) for ids, _ in sequences], np.int64),
-        spans=np.array([span for _, spans in sequences for span in spans], np.int32).reshape(-1, 2),
-        span_counts=np.array([len(spans) for _, spans in sequences], np.int64),
-        positions=np.array([position for position, _, _ in rows], np.int64),
-        weights=np.array([weight for _, weight, _ in rows], np.float32),
-        stats=stats or RowStats(read=len(rows), kept=len(rows)),
-    )
+    labelled = [
+        (
+            position,
+            weight,
+            [(np.array(ids, np.int32).tobytes(), [(*span, 1.0) for span in spans]) for ids, spans in sequences],
+        )
+        for position, weight, sequences in rows
+    ]
+    return EncodedBlock(labelled, stats or RowStats(read=len(rows), kept=len(rows)))
 
 
 def build_store(folder, *blocks, sequences_per_row=1, largest_id=LARGEST):
@@ -396,16 +395,8 @@ print(resident() - before)
 @pytest.mark.slow
 def test_store_of_200_mb_is_read_without_resident_memory(tmp_path):
     tokens = np.random.default_rng(0).integers(0, LARGEST, 500 * 1000).astype(np.int32)
-    same = np.full(1000, 500, np.int64)
-    part = EncodedBlock(
-        tokens,
-        same,
-        np.tile(np.array([[1, 500]], np.int32), (1000, 1)),
-        np.ones(1000, np.int64),
-        np.arange(1000),
-        np.ones(1000, np.float32),
-        RowStats(),
-    )
+    rows = [(i, 1.0, [(ids.tobytes(), [(1, 500, 1.0)])]) for i, ids in enumerate(tokens.reshape(1000, 500))]
+    part = EncodedBlock(rows, RowStats())
     store = build_store(tmp_path / "key", *[part] * 200)
     assert sum((tmp_path / "key" / name).stat().st_size for name in STORE_FILES) > 200e6 and len(store) == 200_000
     mebibytes = int(run_python(RESIDENT, store.folder))
@@ -426,11 +417,10 @@ def test_store_returns_the_loss_weights_of_spans(tmp_path_factory, rows):
             for length, weight in spans:
                 triples.append((len(weights), len(weights) + length, weight))
                 weights += [weight] * length
-            sequences.append((np.arange(len(weights), dtype=np.int32), triples))
+            sequences.append((np.arange(len(weights), dtype=np.int32).tobytes(), triples))
             expected.append(np.array(weights, np.float32))
         rows.append((position, 1.0, sequences))
-    part = build_block(rows, RowStats())
-    assert part.stats.loss_tokens == sum(np.count_nonzero(each) for each in expected)
+    part = EncodedBlock(rows, RowStats())
     store = build_store(tmp_path_factory.mktemp("cache") / "key", part, sequences_per_row=2)
     masks = [mask for i in range(len(store)) for _, mask in store.read(i)[0]]
     assert [mask.astype(np.float32).tolist() for mask in masks] == [each.tolist() for each in expected]
@@ -438,6 +428,6 @@ def test_store_returns_the_loss_weights_of_spans(tmp_path_factory, rows):
 
 
 def test_store_without_fractional_weights_has_pairs_only(tmp_path):
-    rows = [(0, 1.0, [(np.arange(6, dtype=np.int32), [(1, 3, 1.0), (4, 6, 1.0)])])]
-    store = build_store(tmp_path / "key", build_block(rows, RowStats()))
+    rows = [(0, 1.0, [(np.arange(6, dtype=np.int32).tobytes(), [(1, 3, 1.0), (4, 6, 1.0)])])]
+    store = build_store(tmp_path / "key", EncodedBlock(rows, RowStats()))
     assert np.fromfile(store.folder / "spans.bin", "<u4").tolist() == [1, 3, 4, 6]
