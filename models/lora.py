@@ -249,6 +249,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of the adapters by name; {} without adapters."""
     return {name: p for name, p in model.named_parameters() if ".lora." in name}
 
 
