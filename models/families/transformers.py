@@ -231,7 +231,7 @@ def create_hf_config(config: dict[str, Any], where: str) -> Any:
     cls = CONFIG_MAPPING[model_type]
     if cls not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"model_type {model_type} is no causal language model", where, CHOOSE_ANOTHER)
-    fields = {name: _clean(name, value, where) for name, value in config.items() if name not in UNREAD_FIELDS}
+    fields = {name: _clean(name, value, where) for name, value in _without_unread(config).items()}
     with _reporting_values(model_type, where):
         return cls.from_dict(fields)
 
@@ -266,9 +266,7 @@ def _reporting_values(model_type: str, where: str) -> Iterator[None]:
 
 
 def _clean(name: str, value: Any, where: str) -> Any:
-    """Return the value of a field without UNREAD_FIELDS at any depth.
-
-    Transformers writes infinity and NaN as {"__float__": "Infinity"}.
+    """Return the value of a field: transformers writes infinity and NaN as {"__float__": "Infinity"}.
 
     Raises UserError for a number beyond the limits.
     """
@@ -277,7 +275,7 @@ def _clean(name: str, value: Any, where: str) -> Any:
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
-        return {key: _clean(key, item, where) for key, item in value.items() if key not in UNREAD_FIELDS}
+        return {key: _clean(key, item, where) for key, item in value.items()}
     limit = min(
         [
             MAX_SIZE,
