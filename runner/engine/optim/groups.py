@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.errors import UserError
-from models.language_model import trained_parameters
+from models.language_model import LanguageModel, trained_parameters
 from runner.engine.device.mesh import distribute_like, local_shard
 from runner.engine.optim.config import OptimizerConfig, ParamGroups
 from runner.engine.optim.mup import width_factors
@@ -114,12 +114,14 @@ class OptimizerGroup:
                         }
 
 
-def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int, ema_decay: float = 0.0) -> OptimizerGroup:
+def build_optimizer(
+    cfg: OptimizerConfig, model: LanguageModel, num_layers: int, ema_decay: float = 0.0
+) -> OptimizerGroup:
     """Sort the trainable parameters into groups and build the optimizers that `cfg` describes."""
     names = {p: name for name, p in trained_parameters(model).items()}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     # of a model of transformers, where it has any name
-    output = id(getattr(getattr(model, "output_layer", None), "weight", None))
+    output = id(getattr(model.output_layer, "weight", None))
     hidden = [
         p
         for p, name in names.items()
