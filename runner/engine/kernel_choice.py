@@ -113,7 +113,7 @@ def product_choice(dtype: torch.dtype, muons: Sequence[Any], *, has_kernel: bool
 
     def apply(kernel: str) -> None:
         if is_16_bit:
-            use_products(kernel)
+            upcast_products(kernel != NATIVE, by_kernel=kernel == KERNEL)
         for part in muons:
             part.dtype = torch.bfloat16 if kernel == NATIVE else torch.float32
 
@@ -129,11 +129,6 @@ def product_choice(dtype: torch.dtype, muons: Sequence[Any], *, has_kernel: bool
         },
         load=load_products,
     )
-
-
-def use_products(kernel: str) -> None:
-    """Compute products of 16-bit matrices by `kernel` in this process. KERNEL has to be loaded."""
-    upcast_products(kernel != NATIVE, by_kernel=kernel == KERNEL)
 
 
 def load_products(kernel: str) -> None:
