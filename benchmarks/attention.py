@@ -33,11 +33,12 @@ def table(rounds: int) -> str:
     import torch
 
     from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
+    from models.layers.cpu_kernels.upcast_products import upcast_products
     from runner.engine.device.compile import set_inductor_cache
-    from runner.engine.kernel_choice import UPCAST, are_16_bits_fast, use_products
+    from runner.engine.kernel_choice import are_16_bits_fast
 
     if not are_16_bits_fast(torch.bfloat16):  # as a run does
-        use_products(UPCAST)
+        upcast_products(True)
     kernels, message = ["auto", "fused", "flash"], ""  # the first one has to be on every processor
     try:
         load_kernels(set_inductor_cache())

@@ -345,6 +345,12 @@ def remove_tree(path: Path) -> None:
         fs.unlink(path)
 
 
+def is_private_dir(folder: Path, forbidden: int) -> bool:
+    """Return whether `folder` is a folder of this user, no link, without the permissions `forbidden` for others."""
+    status = os.lstat(folder)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & forbidden
+
+
 def remove_quietly(path: Path) -> None:
     try:
         remove_tree(path)

@@ -116,28 +116,28 @@ def as_typed(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def setting_values(config: Any, prefix: str = "") -> dict[str, Any]:
+def setting_values(config: Any) -> dict[str, Any]:
     """Return dotted key -> value of every setting of a config dataclass and the sections below it."""
-    values: dict[str, Any] = {}
-    for setting in dataclasses.fields(config):
-        value = getattr(config, setting.name)
-        is_section = dataclasses.is_dataclass(value)
-        values |= setting_values(value, f"{prefix}{setting.name}.") if is_section else {prefix + setting.name: value}
-    return values
+    return {key: value for key, value, _ in _iter_settings(config, "") if not dataclasses.is_dataclass(value)}
 
 
-def resume_rules(config: Any, prefix: str = "") -> dict[str, str]:
+def resume_rules(config: Any) -> dict[str, str]:
     """Return dotted key -> rule of every setting, and of every section: the rule of settings which only another class
     of it has.
     """
-    default: str = getattr(config, "ON_RESUME", "incompatible")
-    rules = {prefix.removesuffix("."): default}
-    for setting in dataclasses.fields(config):
-        value = getattr(config, setting.name)
-        is_section = dataclasses.is_dataclass(value)
-        own = {prefix + setting.name: setting.metadata.get("on_resume", default)}
-        rules |= resume_rules(value, f"{prefix}{setting.name}.") if is_section else own
-    return rules
+    return {key: rule for key, _, rule in _iter_settings(config, "")}
+
+
+def _iter_settings(section: Any, prefix: str) -> Iterator[tuple[str, Any, str]]:
+    """Yield (dotted key, value, rule) of a section, and of the settings and sections in it."""
+    default: str = getattr(section, "ON_RESUME", "incompatible")
+    yield prefix.removesuffix("."), section, default
+    for setting in dataclasses.fields(section):
+        key, value = prefix + setting.name, getattr(section, setting.name)
+        if dataclasses.is_dataclass(value):
+            yield from _iter_settings(value, f"{key}.")
+        else:
+            yield key, value, setting.metadata.get("on_resume", default)
 
 
 def field_comments(config_class: type) -> dict[str, str]:

@@ -229,13 +229,12 @@ def count_parameters(model: nn.Module) -> int:
     return sum(getattr(p, "quant_state", p).shape.numel() for p in model.parameters())
 
 
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def trained_parameters(model: LanguageModel) -> dict[str, nn.Parameter]:
     """Return the parameters that get a gradient from text, by name."""
-    unused = tuple(f"{path}." for path in getattr(model, "modules_unused_by_text", ()))  # of a LanguageModel
-    return {name: p for name, p in model.named_parameters() if p.requires_grad and not name.startswith(unused)}
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and model.is_used_by_text(name)}
 
 
-def freeze(model: nn.Module, paths: Sequence[str]) -> None:
+def freeze(model: LanguageModel, paths: Sequence[str]) -> None:
     """Let training leave the parameters below these paths as they are, e.g. embed_tokens, layers.0-3, layers.0.mlp.
 
     Raises UserError for a path without parameters, and if no parameter is left to train.

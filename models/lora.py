@@ -40,9 +40,8 @@ class LinearLayers(NamedTuple):
         return {path: layer for path, layer in self.adaptable.items() if path not in self.refused}
 
 
-def linear_layers_of(model: nn.Module) -> LinearLayers:
-    output_layer = getattr(model, "output_layer", None)
-    is_used = getattr(model, "is_used_by_text", lambda path: True)  # of a LanguageModel
+def linear_layers_of(model: LanguageModel) -> LinearLayers:
+    output_layer = model.output_layer
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     adaptable, heads, refused = {}, set(), {}
     for path, module in model.named_modules():
@@ -53,7 +52,7 @@ def linear_layers_of(model: nn.Module) -> LinearLayers:
                 refused[path] = "shares its weight with the embedding, which merging would change"
                 continue
             adaptable[path] = module
-            if not is_used(path):
+            if not model.is_used_by_text(path):
                 refused[path] = "is not used by text: it would get no gradient"
             if module is output_layer or isinstance(module, LMHead):
                 heads.add(path)
@@ -90,7 +89,7 @@ def select_layers(layers: LinearLayers, targets: list[str]) -> dict[str, nn.Modu
     return {path: layer for path, layer in selectable.items() if path in named}
 
 
-def lora_warnings(model: nn.Module, cfg: LoraConfig) -> list[str]:
+def lora_warnings(model: LanguageModel, cfg: LoraConfig) -> list[str]:
     """Return a line that names what all-linear leaves out beside the output layer, and one for adapters that PEFT
     reads as others.
     """
@@ -166,12 +165,12 @@ def _error(layers: LinearLayers, targets: list[str], message: str) -> UserError:
 CALLED_TOKENS = 16  # of the forward pass that finds adapters without effect
 
 
-def add_lora(model: nn.Module, cfg: LoraConfig) -> None:
+def add_lora(model: LanguageModel, cfg: LoraConfig) -> None:
     """Freeze `model` in place and add an adapter to every layer that `cfg.targets` names."""
     add_adapters(model, dict.fromkeys(select_layers(linear_layers_of(model), cfg.targets), cfg))
 
 
-def add_adapters(model: nn.Module, settings: Mapping[str, LoraConfig]) -> None:
+def add_adapters(model: LanguageModel, settings: Mapping[str, LoraConfig]) -> None:
     """Freeze `model` in place and add an adapter to the layers at the paths of `settings`.
 
     Raises KeyError if there is no such layer.
@@ -249,6 +248,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of the adapters by name; {} without adapters."""
     return {name: p for name, p in model.named_parameters() if ".lora." in name}
 
 

@@ -60,10 +60,10 @@ def save_model(
     token_ids = write_tokenizer(tokenizer_dir, folder, stop_ids)
     hf_config = cfg.to_hf_config() | {"dtype": dtype, "torch_dtype": dtype}
     write_json_file(folder / "config.json", hf_config | token_ids)
-    state = {name: tensor for name, tensor in model.state_dict().items() if ".lora." not in name}
     state = {
         name: tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
-        for name, tensor in state.items()
+        for name, tensor in model.state_dict().items()
+        if ".lora." not in name
     }
     if isinstance(cfg, TransformersConfig):
         from models.transformers_adapter.model import save_transformers_weights

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from models.layers.cpu_kernels.fused_attention import fused_attention, supports
-from models.layers.ops import custom_op, empty_heads
+from models.layers.ops import custom_op, empty_gradients, empty_heads
 
 QUERY_BLOCK = 64  # queries of a block
 # Queries, and keys, of a block of FlexAttention. With heads of 16 and rows of 64 tokens its gradients in 16 bits were
@@ -301,9 +301,7 @@ def cpu_attention_backward(
     return dq.mul_(scale), empty_heads(dk, q.dtype).copy_(dk), empty_heads(dv, q.dtype).copy_(dv)
 
 
-@torch.library.register_fake("lm_runner::attention_backward")
-def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_heads(q), empty_heads(k), empty_heads(v)
+torch.library.register_fake("lm_runner::attention_backward", empty_gradients)
 
 
 def _probs_buffer(q: Tensor, save_probs: bool) -> Tensor:

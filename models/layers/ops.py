@@ -86,6 +86,11 @@ def empty_heads(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return x.new_empty((B, T, N, H), dtype=dtype or x.dtype).transpose(1, 2)
 
 
+def empty_gradients(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty gradients of q, k and v, the inputs of an attention operator whose output has the gradient g."""
+    return empty_heads(q), empty_heads(k), empty_heads(v)
+
+
 def widest_float(device: torch.device) -> torch.dtype:
     """Return the dtype in which sums of losses are added up: fp64, or fp32 on mps, which has no fp64."""
     return torch.float32 if device.type == "mps" else torch.float64

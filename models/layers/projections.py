@@ -67,12 +67,7 @@ def projection_gradients(
     joined = _join_weights(weights, g.dtype)
     if not needs_weights:
         return [g @ joined]
-    rows, x_rows, sizes = g.flatten(0, -2), x.flatten(0, -2), [len(weight) for weight in weights]
-    if use_kernel and supports_gradients(g, x, weights):
-        return [g @ joined, *weight_gradients(rows, x_rows, sizes)]
-    # a product for each: one for all would have to be copied
-    parts = zip(rows.split(sizes, dim=1), weights, strict=True)
-    return [g @ joined, *((part.mT @ x_rows).to(weight.dtype) for part, weight in parts)]
+    return [g @ joined, *_gradients_of(weights, g.flatten(0, -2), x.flatten(0, -2), use_kernel)]
 
 
 @torch.library.register_fake("lm_runner::joined_projection_backward")
@@ -109,6 +104,15 @@ def _join_weights(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
         joined[start : start + weight.shape[0]] = weight
         start += weight.shape[0]
     return joined
+
+
+def _gradients_of(weights: list[Tensor], g: Tensor, x: Tensor, use_kernel: bool) -> list[Tensor]:
+    """weights: (O_i, D); g: (n, sum of O_i), x: (n, D) -> the gradient of each weight in its type."""
+    sizes = [len(weight) for weight in weights]
+    if use_kernel and supports_gradients(g, x, weights):
+        return weight_gradients(g, x, sizes)
+    # a product for each: one for all would have to be copied
+    return [(part.mT @ x).to(weight.dtype) for part, weight in zip(g.split(sizes, dim=1), weights, strict=True)]
 
 
 def supports_gradients(g: Tensor, x: Tensor, weights: Sequence[Tensor]) -> bool:
@@ -163,10 +167,7 @@ def swiglu_output_backward(g: Tensor, gate_up: Tensor, weight: Tensor, needs_wei
     _call_swiglu("lm_runner_swiglu_backward", gate_up, h, gradient)
     if not needs_weight:
         return [gradient]
-    rows, h = g.flatten(0, -2), h.flatten(0, -2)
-    if supports_gradients(rows, h, [weight]):
-        return [gradient, *weight_gradients(rows, h, [len(weight)])]
-    return [gradient, (rows.mT @ h).to(weight.dtype)]
+    return [gradient, *_gradients_of([weight], g.flatten(0, -2), h.flatten(0, -2), use_kernel=True)]
 
 
 @torch.library.register_fake("lm_runner::swiglu_output_backward")

@@ -16,7 +16,7 @@ from common.paths import display_path
 from data.config import DataConfig, resolved_too_long
 from data.schemas.registry import missing_columns, schema_of_source
 from data.sources.splits import DataFiles, resolve_data_files
-from data.types import BadRowError
+from data.types import BadRowError, EncodingConfig, sequences_per_row
 from runner.diagnostics.symptoms import FEW_ROWS, few_validation_rows, troubleshooting
 from runner.engine.config import Config
 from runner.engine.objectives.config import StageConfig
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from data.sources.files import Source
     from data.tokenize.block import RowStats
     from data.tokenize.tokenizer import Tokenizer
-    from data.types import EncodingConfig
 
 COUNTED_BYTES = 8 << 20  # of a file with a bad row whose other bad rows are counted
 AUTO_FRACTION, AUTO_DIVISOR = 0.01, 5  # data.val_fraction=auto: 1 %, at least FEW_ROWS, but of few rows at most a fifth
@@ -129,8 +128,6 @@ def row_warnings(parts: list[WeightedSource], cfg: Config, tokenizer: Tokenizer)
 
 
 def encoding_config(cfg: Config, tokenizer: Tokenizer) -> EncodingConfig:
-    from data.types import EncodingConfig
-
     data = cfg.data
     return EncodingConfig(
         data_format=cfg.stage.data_format,
@@ -311,7 +308,6 @@ def to_sequences(rows: MixedRows, cfg: Config, seed: int) -> Sequences:
     A preference pair takes the place of two sequences.
     """
     from data.batching.packing import PackedSequences, UnpackedSequences
-    from data.types import sequences_per_row
 
     if cfg.data.packing == "none":
         return UnpackedSequences(rows)

@@ -71,9 +71,8 @@ def evaluate_loss(state: TrainState) -> dict[str, float]:
 
 def evaluate_set(state: TrainState, name: str) -> dict[str, float]:
     """Return the numbers of one validation set."""
-    with state.stop.working_on("after this evaluation batch, then saving"), ending_together(state):
+    with ending_together(state, "after this evaluation batch, then saving"):
         count, sums, per_batch = sum_losses(state, name)
-    state.check_stop()
     total, *values = state.dist.all_reduce_sum([count, *(value.item() for value in sums.values())])
     means = {name: value / total for name, value in zip(sums, values, strict=True)}
     means["loss"] -= means.pop("aux_loss", 0.0)  # the load-balancing loss of experts is a means of training
@@ -121,15 +120,13 @@ def generating(state: TrainState) -> Iterator[None]:
     # Sharded weights are gathered in the dtype of the computation, so the inputs need it too.
     autocast = state.precision.autocast() if state.dist.sharded else nullcontext()
     with (
-        state.stop.working_on("after this token, then saving"),
-        ending_together(state),
+        ending_together(state, "after this token, then saving"),
         autocast,
         allow_varying_kernels(),
         suppress(StopRequested),
     ):
         enter("while it generates samples", state.progress.step)
         yield
-    state.check_stop()
 
 
 def warn_of_tiny_validation(state: TrainState, rows: int, per_batch: list[tuple[float, torch.Tensor]]) -> None:
@@ -174,17 +171,20 @@ def sum_losses(state: TrainState, name: str) -> tuple[float, dict[str, torch.Ten
 
 
 @contextmanager
-def ending_together(state: TrainState) -> Iterator[None]:
-    """If the block fails on this rank, end all ranks at their next `check_stop`.
+def ending_together(state: TrainState, pending_work: str) -> Iterator[None]:
+    """Let all ranks leave the block together: if it fails on this one, or some rank is asked to stop, all end.
+    `pending_work`: what a stop request waits for.
 
-    Not under fsdp, where the others may wait in a forward pass.
+    A failure under fsdp ends this rank alone: the others may wait in a forward pass.
     """
     try:
-        yield
+        with state.stop.working_on(pending_work):
+            yield
     except Exception:  # of any kind: the other ranks have to end, too; it is raised again below
         if not state.has_joined and not state.dist.sharded:
             state.check_stop(has_failed=True)
         raise
+    state.check_stop()
 
 
 def generate_samples(state: TrainState) -> list[dict[str, str]]:

@@ -8,15 +8,17 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+
+from models.language_model import LanguageModel
+from models.layers.attention import FUSED_KERNEL
+from models.layers.cpu_kernels.fused_attention import check_product, supports
+from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
+from models.layers.cpu_kernels.upcast_products import upcast_products
 from runner.checkpoint.compatibility import cpu_model
 from runner.engine.device.compile import set_inductor_cache
-
-if TYPE_CHECKING:
-    import torch
-
-    from models.language_model import LanguageModel
 
 NATIVE, UPCAST, KERNEL = "native", "fp32", "cpp"
 MAX_KERNEL_NAME = 40  # characters of a name from a checkpoint in a message
@@ -45,8 +47,6 @@ class ChosenKernel(NamedTuple):
 
 def best_kernel(choice: KernelChoice) -> ChosenKernel:
     """Return the best kernel that this machine can compute."""
-    from models.layers.cpu_kernels.library import KernelsUnavailableError
-
     names, absent = [choice.default], ""
     for name in choice.others:
         try:
@@ -61,8 +61,6 @@ def kernel_of_checkpoint(choice: KernelChoice, saved: object) -> ChosenKernel:
     """Return the kernel of a checkpoint, `saved` in its environment; the default where this machine cannot compute it,
     which the resume reports.
     """
-    from models.layers.cpu_kernels.library import KernelsUnavailableError
-
     if saved in (None, choice.default):
         return ChosenKernel(choice.default, "", (choice.default,))
     kernel = str(saved)
@@ -94,8 +92,6 @@ def are_16_bits_fast(dtype: torch.dtype) -> bool:
     with AVX-512 of AMD (that of Intel has half the rate, benchmarks/results/instruction_peak.md), or on an ARM that has
     it. Not where the environment hides instructions.
     """
-    import torch
-
     if not os.environ.keys().isdisjoint(("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")):
         return False
     if dtype == torch.float16:
@@ -113,13 +109,11 @@ def product_choice(dtype: torch.dtype, muons: Sequence[Any], *, has_kernel: bool
     `has_kernel`: also by the C++ kernel, the faster of the others. Compiling it takes seconds, which only a long run
     gets back.
     """
-    import torch
-
     is_16_bit = dtype != torch.float32
 
     def apply(kernel: str) -> None:
         if is_16_bit:
-            use_products(kernel)
+            upcast_products(kernel != NATIVE, by_kernel=kernel == KERNEL)
         for part in muons:
             part.dtype = torch.bfloat16 if kernel == NATIVE else torch.float32
 
@@ -137,21 +131,10 @@ def product_choice(dtype: torch.dtype, muons: Sequence[Any], *, has_kernel: bool
     )
 
 
-def use_products(kernel: str) -> None:
-    """Compute products of 16-bit matrices by `kernel` in this process. KERNEL has to be loaded."""
-    from models.layers.cpu_kernels.upcast_products import upcast_products
-
-    upcast_products(kernel != NATIVE, by_kernel=kernel == KERNEL)
-
-
 def load_products(kernel: str) -> None:
     """Raise KernelsUnavailableError if this torch does not let its products be replaced; for the C++ kernel, if it is
     not compiled or torch has no AVX-512.
     """
-    import torch
-
-    from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
-
     if not hasattr(torch.library, "get_kernel"):
         raise KernelsUnavailableError("torch.library.get_kernel is missing")
     if kernel != KERNEL:
@@ -165,7 +148,6 @@ def attention_choice(dtype: torch.dtype, head_width: int, models: Sequence[Langu
     """Return the choice of the C++ kernel of attention, with those of SwiGLU and of gradients of weights. It was
     the fastest on every processor (benchmarks/results/attention.md), and needs less memory.
     """
-    from models.layers.attention import FUSED_KERNEL
 
     def apply(kernel: str) -> None:
         for model in models:
@@ -183,9 +165,6 @@ def attention_choice(dtype: torch.dtype, head_width: int, models: Sequence[Langu
 
 def load_attention(dtype: torch.dtype, head_width: int) -> None:
     """Raise KernelsUnavailableError if this machine cannot compute attention by the C++ kernel."""
-    from models.layers.cpu_kernels.fused_attention import check_product, supports
-    from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
-
     if not supports(dtype, head_width):
         raise KernelsUnavailableError(f"not for heads of {head_width} numbers in {dtype}")
     load_kernels(set_inductor_cache())

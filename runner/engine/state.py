@@ -13,9 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import torch
+from torch import Tensor, nn
+
 from common.errors import PeerLostError, StopRequested, UserError
+from models.formats.tensor_files import check_finite
+from models.language_model import stored_tensors
+from models.lora import adapter_state_dict
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline
+from runner.engine.device import rng
 from runner.engine.device.compile import CompileDecision
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.heartbeat import enter
@@ -29,8 +36,6 @@ from runner.tracking.jsonl import SavedLogs
 from runner.tracking.logger import RunLogger
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from data.batching.loader import StepLoader
     from data.tokenize.tokenizer import Tokenizer
     from models.language_model import LanguageModel
@@ -186,8 +191,6 @@ class TrainState:
 
         Raises OSError on rank 0 while a line of the logs cannot be written: a position in them is part of the state.
         """
-        from runner.engine.device import rng
-
         return {
             "progress": dataclasses.asdict(self.progress),
             "scaler": self.precision.state_dict(),
@@ -201,8 +204,6 @@ class TrainState:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        from runner.engine.device import rng
-
         self.progress = Progress(**saved["progress"])
         cfg, before = self.cfg, saved["compatibility"]
         if jump := describe_lr_jump(
@@ -276,10 +277,7 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return what a checkpoint holds: adapters alone where the model has some, otherwise all of it, frozen parameters
     and buffers included.
     """
-    from models.language_model import stored_tensors
-
-    stored = stored_tensors(model)
-    return {name: tensor for name, tensor in stored.items() if ".lora." in name} or stored
+    return adapter_state_dict(model) or stored_tensors(model)
 
 
 def load_strict(into: dict[str, Tensor], saved: dict[str, Tensor], source: Path) -> None:
@@ -287,9 +285,6 @@ def load_strict(into: dict[str, Tensor], saved: dict[str, Tensor], source: Path)
 
     Raises UserError where names, shapes or kinds of numbers differ, and for values that are not finite.
     """
-    import torch
-
-    from models.formats.tensor_files import check_finite
 
     def shape(tensor: Tensor | None) -> str:
         return (

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import (
     DISK_ERRORS,
@@ -34,7 +34,6 @@ from runner.engine.config import Config
 from runner.engine.device.cpu import RunningTrainings
 from runner.engine.device.signals import StopFlag
 from runner.engine.device.spinning import adapt_spinning
-from runner.engine.state import TrainState
 from runner.launch.recovery import read_stored_files
 from runner.reporting.live import LivePage
 from runner.run_dir.contents import GitReader, is_sweep_dir
@@ -42,6 +41,9 @@ from runner.run_dir.metadata import STATUS_OF_OUTCOME, RunMetadata
 from runner.run_dir.saved_config import reject_interpolations
 from runner.tracking.bar import open_console
 from runner.tracking.run_end import NextCommand, RunEnd, commands_after_divergence, commands_to_continue, next_commands
+
+if TYPE_CHECKING:
+    from runner.engine.state import TrainState
 
 # gloo, NCCL and their stores raise a plain RuntimeError when a peer dies or does not come; only its text tells
 PEER_TIMEOUT_TEXTS = (

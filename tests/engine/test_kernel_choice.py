@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from common.errors import Interrupted, StopRequested
-from models.layers.cpu_kernels import fused_attention, library
 from models.layers.cpu_kernels.library import KernelsUnavailableError
+from runner.engine import kernel_choice
 from runner.engine import kernels as kernels_of_run
 from runner.engine.device.compile import CompileDecision
 from runner.engine.device.signals import StopRequests
@@ -77,9 +77,9 @@ def test_choice_is_the_last_kernel_that_the_machine_computes(missing: str, chose
 
 
 def test_choice_names_why_there_is_no_fused_kernel(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "load_kernels", no_kernels)
+    monkeypatch.setattr(kernel_choice, "load_kernels", no_kernels)
     assert choose_attention()[:2] == ("auto", "blocks of queries; no fused kernel: no C++ compiler")
-    monkeypatch.setattr(library, "load_kernels", lambda folder: None)
+    monkeypatch.setattr(kernel_choice, "load_kernels", lambda folder: None)
     odd = best_kernel(attention_choice(torch.float32, 24, []))
     assert odd.reason.endswith("no fused kernel: not for heads of 24 numbers in torch.float32")
 
@@ -123,7 +123,7 @@ def test_resume_without_the_kernel_of_its_checkpoint_is_inexact(
     state = make_run("pretrain", *overrides)
     state.compatibility["environment.attention"] = "fused"
     train(state)
-    monkeypatch.setattr(library, "load_kernels", no_kernels)
+    monkeypatch.setattr(kernel_choice, "load_kernels", no_kernels)
     resumed = make_run("pretrain", *overrides, attempt=2)
     assert kernels_of(resumed) == {"auto"} and "not available, no C++ compiler" in run_summary(resumed)["attention"]
     assert "environment.attention" not in resumed.compatibility
@@ -142,8 +142,8 @@ def test_kernels_on_a_processor_without_their_product_are_unavailable(
     programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on an older processor, for which they are compiled again: a run and a resume there take the default."""
-    monkeypatch.setattr(library, "load_kernels", lambda folder: None)
-    monkeypatch.setattr(fused_attention, "check_product", no_product)
+    monkeypatch.setattr(kernel_choice, "load_kernels", lambda folder: None)
+    monkeypatch.setattr(kernel_choice, "check_product", no_product)
     repeated = kernel_of_checkpoint(attention_choice(torch.float32, 32, []), "fused")
     for choice in (choose_attention(), repeated):
         assert (choice.kernel, choice.available) == ("auto", ("auto",))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from models.language_model import LanguageModel
 from runner.config.compose import compose_config
 from runner.engine.optim import torch_optimizers as orthogonalization
 from runner.engine.optim.config import OPTIMIZERS, AdamWConfig, MuonConfig, OptimizerConfig
@@ -45,7 +46,7 @@ SCHEDULE = {
 }
 
 
-class SmallModel(nn.Module):
+class SmallModel(LanguageModel):
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.ModuleDict(
@@ -143,13 +144,17 @@ def test_optimizer_decays_hidden_matrices_only(config: OptimizerConfig) -> None:
 
 
 def test_optimizer_finds_embeddings_layers_and_experts_under_any_name() -> None:
-    class ForeignModel(nn.Module):
+    class ForeignModel(LanguageModel):
         def __init__(self) -> None:
             super().__init__()
             self.wte = nn.Embedding(6, 4)
             self.h = nn.ModuleList(nn.ModuleDict({"attn": nn.Linear(4, 4)}) for _ in range(2))
             self.experts = nn.Parameter(torch.zeros(3, 4, 4))
-            self.output_layer = nn.Linear(4, 6, bias=False)
+            self.head = nn.Linear(4, 6, bias=False)
+
+        @property
+        def output_layer(self) -> nn.Module:
+            return self.head
 
     built = build_optimizer(dataclasses.replace(muon(), layer_decay=0.5), ForeignModel(), num_layers=2)
     groups = {
@@ -158,7 +163,7 @@ def test_optimizer_finds_embeddings_layers_and_experts_under_any_name() -> None:
         for group in part.param_groups
         for p in group["params"]
     }
-    assert groups["wte.weight"] == (1, 0.0, 0.125) and groups["output_layer.weight"] == (1, 0.0, 1.0)
+    assert groups["wte.weight"] == (1, 0.0, 0.125) and groups["head.weight"] == (1, 0.0, 1.0)
     assert groups["experts"] == (1, 0.1, 1.0) and groups["h.0.attn.weight"] == (0, 0.1, 0.25)
     assert {name for name, (part, *_) in groups.items() if part == 0} == {"h.0.attn.weight", "h.1.attn.weight"}
 

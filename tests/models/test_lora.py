@@ -18,6 +18,7 @@ from models.config import LoraConfig
 from models.decoder import Decoder
 from models.formats.load import add_stored_adapter
 from models.formats.peft import StoredAdapter
+from models.language_model import LanguageModel
 from models.layers.adapter import ADAPTER, LoraLayer
 from models.lora import (
     adapter_state_dict,
@@ -181,7 +182,8 @@ def test_lora_refuses_weights_of_stacked_experts_by_name() -> None:
             self.gate = nn.Linear(4, 2)
             self.gate_up_proj = nn.Parameter(torch.zeros(2, 4, 8))
 
-    model = nn.ModuleDict({"experts": Experts()})
+    model = LanguageModel()
+    model.experts = Experts()
     with pytest.raises(UserError, match="has gate_up_proj, but experts.gate_up_proj has three dimensions"):
         add_lora(model, lora(targets=["gate_up_proj"]))
     assert lora_warnings(model, lora(targets=["gate"])) == []

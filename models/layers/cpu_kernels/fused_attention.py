@@ -17,7 +17,7 @@ from torch import Tensor
 
 from models.layers.cpu_kernels.library import call_kernel
 from models.layers.cpu_kernels.upcast_products import are_products_upcast
-from models.layers.ops import custom_op, empty_heads
+from models.layers.ops import custom_op, empty_gradients, empty_heads
 
 LANES = 16  # the width is a multiple
 
@@ -56,14 +56,12 @@ def fused_attention_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """g: (B, N, T, H), gradient of the output -> gradients of q, k and v."""
-    gradients = empty_heads(q), empty_heads(k), empty_heads(v)
+    gradients = empty_gradients(g, q, k, v)
     _call("lm_runner_attention_backward", q, k, [g, q, k, v, *gradients], mask, lse)
     return gradients
 
 
-@torch.library.register_fake("lm_runner::fused_attention_backward")
-def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_heads(q), empty_heads(k), empty_heads(v)
+torch.library.register_fake("lm_runner::fused_attention_backward", empty_gradients)
 
 
 def _call(name: str, q: Tensor, k: Tensor, tensors: list[Tensor], mask: Tensor | None, lse: Tensor) -> None:

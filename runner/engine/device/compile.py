@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from common import paths
 from common.errors import UserError, print_note
-from common.filesystem import is_complete_program, write_atomic_files
+from common.filesystem import is_complete_program, is_private_dir, write_atomic_files
 
 if TYPE_CHECKING:
     import torch
@@ -217,11 +217,6 @@ def _is_private(folder: Path) -> bool:
     """Return whether only this user can write to the folder, which is created if it does not exist."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat()
+        return is_private_dir(folder, stat.S_IWGRP | stat.S_IWOTH)
     except OSError:
         return False
-    return (
-        stat.S_ISDIR(status.st_mode)
-        and status.st_uid == os.geteuid()
-        and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    )

@@ -10,13 +10,13 @@ import ctypes
 import fcntl
 import os
 import platform
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from common.filesystem import is_private_dir
 from common.limits import MEMINFO, MEMORY_LIMITS, control_groups
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # numbers of glibc's malloc.h
@@ -223,7 +223,7 @@ class RunningTrainings:
         path = self._folder / str(os.getpid())
         with suppress(OSError):
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            if self._is_private():
+            if is_private_dir(self._folder, 0o077):
                 RunningTrainings._descriptor = os.open(
                     path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
                 )
@@ -249,7 +249,7 @@ class RunningTrainings:
         """
         threads = list[int]()
         with suppress(OSError):
-            if not self._is_private():
+            if not is_private_dir(self._folder, 0o077):
                 return []
             for name in sorted(os.listdir(self._folder))[:MAX_TRAININGS]:
                 if name.isdigit() and name != str(os.getpid()):
@@ -270,7 +270,3 @@ class RunningTrainings:
             return []
         finally:
             os.close(descriptor)
-
-    def _is_private(self) -> bool:
-        status = os.lstat(self._folder)
-        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077

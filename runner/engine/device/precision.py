@@ -30,14 +30,13 @@ class PrecisionSpec:
     matmul_precision: str = "highest"  # of torch.set_float32_matmul_precision
     loss_scaling: bool = False  # scale the loss so that small gradients do not underflow
     min_capability: tuple[int, int] | None = None  # compute capability of NVIDIA GPUs; None: any device
-    fallback: str = "fp32"  # for devices that cannot compute it
 
 
 PRECISIONS = {
     "fp32": PrecisionSpec("float32"),
     # matmuls with inputs rounded to 10 bits of mantissa
     "tf32": PrecisionSpec("float32", matmul_precision="high", min_capability=(8, 0)),
-    "bf16": PrecisionSpec("bfloat16", fallback="fp16"),
+    "bf16": PrecisionSpec("bfloat16"),
     "fp16": PrecisionSpec("float16", loss_scaling=True),
 }
 
@@ -68,7 +67,7 @@ class PrecisionConfig(CheckedSettings):
             raise UserError(
                 f"precision={self.name} needs an NVIDIA GPU of compute capability {major}.{minor} or higher, got {device_name}",
                 f"precision={self.name} on {device_name}",
-                f"precision={spec.fallback}; resume runs in {self.name} on such a GPU",
+                f"precision=fp32; resume runs in {self.name} on such a GPU",
             )
 
 

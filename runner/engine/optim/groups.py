@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from common.errors import UserError
+from models.language_model import LanguageModel, trained_parameters
 from runner.engine.device.mesh import distribute_like, local_shard
 from runner.engine.optim.config import OptimizerConfig, ParamGroups
 from runner.engine.optim.mup import width_factors
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")  # in names of parameters of transformers
 
@@ -58,8 +58,6 @@ class OptimizerGroup:
             self._average(found_inf)
 
     def _average(self, found_inf: Tensor) -> None:
-        import torch
-
         n = self.steps_done
         weight = local_shard((1 - min(self.ema_decay, (1 + n) / (10 + n))) * (1 - found_inf))  # 0: the step was skipped
         with torch.no_grad():
@@ -116,16 +114,14 @@ class OptimizerGroup:
                         }
 
 
-def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int, ema_decay: float = 0.0) -> OptimizerGroup:
+def build_optimizer(
+    cfg: OptimizerConfig, model: LanguageModel, num_layers: int, ema_decay: float = 0.0
+) -> OptimizerGroup:
     """Sort the trainable parameters into groups and build the optimizers that `cfg` describes."""
-    from torch import nn
-
-    from models.language_model import trained_parameters
-
     names = {p: name for name, p in trained_parameters(model).items()}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     # of a model of transformers, where it has any name
-    output = id(getattr(getattr(model, "output_layer", None), "weight", None))
+    output = id(getattr(model.output_layer, "weight", None))
     hidden = [
         p
         for p, name in names.items()
