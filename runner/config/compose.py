@@ -197,14 +197,12 @@ def section_object(section: str, values: dict[str, Any]) -> Any:
     Raises UserError if one is missing, unknown or not allowed.
     """
     with translating_hydra_errors([]):
-        merged = OmegaConf.merge(OmegaConf.structured(section_class(section, values)), values)
-        check_no_missing(merged, f"{section}.")
-        return OmegaConf.to_object(merged)
+        return _converted({section: section_class(section, values)}, {section: values})[section]
 
 
-def check_no_missing(tree: Any, prefix: str = "") -> None:
+def check_no_missing(tree: Any) -> None:
     if missing := OmegaConf.missing_keys(tree):
-        key = prefix + min(missing)
+        key = min(missing)
         section = key.rpartition(".")[0]
         reason = f": {section} is null here, or lacks some of its keys" if section in OPTIONAL_SECTIONS else ""
         raise UserError(f"{key} has no value{reason}", key, OPTIONAL_SECTIONS.get(section, f"{key}=<value>"))
@@ -265,11 +263,7 @@ def rank_environment() -> dict[str, str]:
     """Return the environment variable that gives a rank the HydraConfig of this process; empty if it has none."""
     if not HydraConfig.initialized():
         return {}
-    return {
-        HYDRA_CONFIG_ENV: json.dumps(
-            OmegaConf.to_container(cast(DictConfig, HydraConfig.instance().cfg).hydra, enum_to_str=True)
-        )
-    }
+    return {HYDRA_CONFIG_ENV: json.dumps(OmegaConf.to_container(HydraConfig.get(), enum_to_str=True))}
 
 
 def restore_hydra_config() -> None:
