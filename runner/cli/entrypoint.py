@@ -93,14 +93,10 @@ def _dispatch(argv: list[str]) -> None:
         typed = branch.with_trunk_settings(typed)
     if is_show:
         return run_hydra(typed, flags)
-    if "train.batch_size=auto" in typed:
-        from runner.planning.planned_settings import with_batch_size
+    if any(each.startswith(("train.batch_size=auto", "sweep.budget=")) for each in typed):
+        from runner.planning.planned_settings import with_batch_size, with_budget
 
-        typed = with_batch_size(typed, is_multirun)
-    if any(each.startswith("sweep.budget=") for each in typed):
-        from runner.planning.planned_settings import with_budget
-
-        typed = with_budget(typed, is_multirun)
+        typed = with_budget(with_batch_size(typed, is_multirun), is_multirun)
     if not is_multirun:
         overrides.check_single_run(typed)
     typed = resolve.resolve_model_overrides(typed)
