@@ -98,8 +98,7 @@ def run(config: Config, metadata: RunMetadata) -> float:
     try:
         if is_new:
             init_from = resolve_init_from(config, metadata.folder, compatibility_fingerprints(config))
-            if init_from != config.init_from:
-                config = replace(config, init_from=init_from)
+            config = replace(config, init_from=init_from)
             if init_from != "scratch":
                 check_model(config)
         else:

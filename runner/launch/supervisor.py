@@ -222,14 +222,20 @@ class Supervisor:
     def _record(self, failure: Failure, kind: FailureKind, action: str) -> None:
         folder, fields = self._metadata.folder, self._metadata.fields
         lines = last_lines(folder / "train.log", LOG_BYTES)[-LOG_LINES:]
-        where = {"time": timestamp(), "attempt": fields["attempt"], "step": self._saved_step(), "rank": failure.rank}
-        ended = {
+        incident = {
+            "time": timestamp(),
+            "attempt": fields["attempt"],
+            "step": self._saved_step(),
+            "rank": failure.rank,
             "kind": kind,
             "exit_code": failure.code if failure.code >= 0 else None,
             "signal": signal.Signals(-failure.code).name if failure.code < 0 else None,
             "error": str(failure.error),
+            "action": action,
+            "last_lines": lines,
+            "stacks": failure.stacks,
         }
-        append_incident(folder, {**where, **ended, "action": action, "last_lines": lines, "stacks": failure.stacks})
+        append_incident(folder, incident)
 
     def _wait(self, seconds: float, is_stopping: Callable[[], bool]) -> None:
         end = time.monotonic() + seconds

@@ -270,10 +270,8 @@ def _next_commands(state: TrainState, outcome: Outcome) -> tuple[NextCommand, ..
     has_checkpoint = state.metadata.fields.get("checkpoint") is not None
     try:
         if outcome == Outcome.DIVERGED:
-            can_resume, is_branch = (
-                has_checkpoint and not state.finished,
-                bool(state.metadata.fields.get("branched_from")),
-            )
+            can_resume = has_checkpoint and not state.finished
+            is_branch = bool(state.metadata.fields.get("branched_from"))
             overrides = load_overrides(state.metadata.folder)
             return commands_after_divergence(state.run_dir, state.cfg.optimizer.lr, overrides, can_resume, is_branch)
         if outcome != Outcome.COMPLETED:
