@@ -137,7 +137,9 @@ def _named_checkpoint(path: Path, key: str) -> Path | None:
         newest, skipped = newest_valid(checkpoints)
         for each, problem in skipped:
             print_note(f"warning: checkpoint {each} skipped: {problem}")
-        found, names = (newest.name, names) if newest else (None, [])
+        if newest is not None:
+            return newest
+        found, names = None, []
     elif name == "best":
         found = read_pointer(checkpoints / BEST_POINTER)
     else:
