@@ -106,7 +106,7 @@ def run(config: Config, metadata: RunMetadata) -> float:
                 config = replace(config, init_from=before["init_from"])
             config = restore_initial_weights(config)
         with refusing_disk_errors(metadata.folder):
-            config = retry_disk(partial(with_tokenizer, config, metadata.folder, before["tokenizer_source"], is_new))
+            config = retry_disk(partial(with_tokenizer, config, metadata.folder, before["tokenizer_source"]))
         sources = {"init_from": config.init_from, "tokenizer_source": config.data.tokenizer}
         fingerprints = compatibility_fingerprints(config, metadata.folder / RUN_TOKENIZER)
         metadata.mark_running(
