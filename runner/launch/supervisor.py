@@ -33,6 +33,7 @@ from runner.launch.failures import (
     classify_failure,
     count_oom_kills,
 )
+from runner.launch.subprocesses import POLL_SECONDS
 from runner.run_dir.contents import timestamp
 from runner.run_dir.metadata import RunMetadata
 
@@ -122,7 +123,6 @@ def _cpu_seconds(group: int) -> float:
 
 
 LOG_LINES, LOG_BYTES = 12, 1 << 14  # of train.log, in a record
-CHILD_POLL_SECONDS = 0.05
 
 
 class Supervisor:
@@ -242,7 +242,7 @@ class Supervisor:
         while time.monotonic() < end:
             if is_stopping():
                 self._interrupt()
-            time.sleep(CHILD_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def _interrupt(self) -> None:
         """End as after a stop request: the newest checkpoint is what can be resumed."""
