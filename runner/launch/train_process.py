@@ -125,7 +125,7 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
         metadata.stored_files = read_stored_files(metadata.folder, metadata.folder)
         _record_attempt(state, git)
     with _live_page(state):
-        return _train_and_record(state, stop)
+        return _train_and_record(state)
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def _live_page(state: TrainState) -> Iterator[None]:
     page.write()
 
 
-def _train_and_record(state: TrainState, stop: StopFlag) -> float:
+def _train_and_record(state: TrainState) -> float:
     from runner.engine.loop import train
 
     config = state.cfg
