@@ -195,7 +195,7 @@ def section_object(section: str, values: dict[str, Any]) -> Any:
 
     Raises UserError if one is missing, unknown or not allowed.
     """
-    with translating_hydra_errors([]):
+    with translating_hydra_errors([], names_files=False):
         return _converted({section: section_class(section, values)}, {section: values})[section]
 
 
