@@ -10,7 +10,6 @@ import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from common.errors import UserError, exiting_with_code, ignore_broken_pipe, run_then_hard_exit
 from common.registry import import_plugins
@@ -18,9 +17,6 @@ from runner.config import overrides
 from runner.config.overrides import RERUN_FLAGS, Flags, parse_argv, spell_flags
 from runner.engine.device.spinning import set_wait_policy
 from runner.launch import torchrun
-
-if TYPE_CHECKING:
-    from runner.sweep.command import RunHydra
 
 RESUME_IN_COMP_LINE = re.compile(r" resume=(?:\\.|[^\\\s])+(?= )")
 
@@ -77,10 +73,10 @@ def _dispatch(argv: list[str]) -> None:
             "leave out --multirun, and give each setting one value",
         )
     typed, resume_from = overrides.take_resume(typed)
-    if torchrun.under_torchrun() and (folder := torchrun.previous_run_dir()):
-        return _resume(folder, [], {name: flags[name] for name in flags if name != "--multirun"}, run_hydra)
+    if folder := torchrun.previous_run_dir():
+        return _resume(folder, [], {name: flags[name] for name in flags if name != "--multirun"})
     if resume_from is not None:
-        return _resume(resolve.resolve_run(resume_from), typed, flags, run_hydra)
+        return _resume(resolve.resolve_run(resume_from), typed, flags)
     overrides.check_overrides(typed)
     if overrides.is_branch(typed):
         from runner.launch import branch
@@ -90,21 +86,17 @@ def _dispatch(argv: list[str]) -> None:
             from runner.cli.show_config import show_run_config
 
             with branch.staged_settings(typed) as (_, folder, extra):
-                return show_run_config(folder, extra, flags, run_hydra)
+                return show_run_config(folder, extra, flags)
         if not is_multirun:
             overrides.check_single_run(typed)
             return branch.start_branch(typed)
         typed = branch.with_trunk_settings(typed)
     if is_show:
         return run_hydra(typed, flags)
-    if "train.batch_size=auto" in typed:
-        from runner.planning.planned_settings import with_batch_size
+    if any(each.startswith(("train.batch_size=auto", "sweep.budget=")) for each in typed):
+        from runner.planning.planned_settings import with_batch_size, with_budget
 
-        typed = with_batch_size(typed, is_multirun)
-    if any(each.startswith("sweep.budget=") for each in typed):
-        from runner.planning.planned_settings import with_budget
-
-        typed = with_budget(typed, is_multirun)
+        typed = with_budget(with_batch_size(typed, is_multirun), is_multirun)
     if not is_multirun:
         overrides.check_single_run(typed)
     typed = resolve.resolve_model_overrides(typed)
@@ -115,7 +107,7 @@ def _dispatch(argv: list[str]) -> None:
     run_hydra(typed, flags)
 
 
-def _resume(folder: Path, extra: list[str], flags: Flags, run_hydra: RunHydra) -> None:
+def _resume(folder: Path, extra: list[str], flags: Flags) -> None:
     """Continue a run or a sweep, or print its config."""
     from runner.run_dir.contents import is_sweep_dir
 
@@ -123,12 +115,11 @@ def _resume(folder: Path, extra: list[str], flags: Flags, run_hydra: RunHydra) -
     if flags.keys() & {"--cfg", "--info"}:
         from runner.cli import show_config
 
-        return (show_config.show_sweep_config if is_sweep else show_config.show_run_config)(
-            folder, extra, flags, run_hydra
-        )
+        return (show_config.show_sweep_config if is_sweep else show_config.show_run_config)(folder, extra, flags)
     from runner.config import resolve
 
     if is_sweep:
+        from runner.cli.hydra_app import run_hydra
         from runner.sweep.command import resume_sweep
 
         return resume_sweep(folder, resolve.resolve_model_overrides(extra), flags, run_hydra)

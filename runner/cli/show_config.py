@@ -11,6 +11,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from common.errors import UserError, print_note, strip_control
+from runner.cli.hydra_app import run_hydra
 from runner.config import snapshot
 from runner.config.literals import hydra_quote
 from runner.config.overrides import Flags, is_hydra_override
@@ -18,12 +19,11 @@ from runner.launch import resume
 from runner.run_dir.contents import has_started
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep import extend, grid
-from runner.sweep.command import RunHydra
 from runner.sweep.session import SweepSession
 from runner.sweep.state import SweepJob, SweepState
 
 
-def show_run_config(folder: Path, extra: list[str], flags: Flags, run_hydra: RunHydra) -> None:
+def show_run_config(folder: Path, extra: list[str], flags: Flags) -> None:
     """Print what the flags ask for, of the run in `folder` with the overrides `extra`."""
     plan = resume.plan_resume(folder, extra)
     resume.print_notes(plan)
@@ -39,7 +39,7 @@ def show_run_config(folder: Path, extra: list[str], flags: Flags, run_hydra: Run
     print(strip_control(str(text)), end="")
 
 
-def show_sweep_config(folder: Path, extra: list[str], flags: Flags, run_hydra: RunHydra) -> None:
+def show_sweep_config(folder: Path, extra: list[str], flags: Flags) -> None:
     """Print it of the job that `resume=folder` would run next, or of the job with the values of swept keys in `extra`."""
     state = SweepState.open_readonly(folder)
     with snapshot.as_config_dir(folder) as conf:
@@ -49,9 +49,7 @@ def show_sweep_config(folder: Path, extra: list[str], flags: Flags, run_hydra: R
         print_note(f"resume: one job of this sweep: {job.name}{_suggest_other_job(state, job)}")
         session, run_dir = SweepSession(state, conf), folder / job.name
         if has_started(RunMetadata.read(run_dir)):
-            return show_run_config(
-                run_dir, extend.pending_overrides(session, job, additions.training), flags, run_hydra
-            )
+            return show_run_config(run_dir, extend.pending_overrides(session, job, additions.training), flags)
         run_hydra([*session.job_overrides(job), f"hydra.run.dir={hydra_quote(str(run_dir))}"], flags, conf)
 
 

@@ -171,5 +171,8 @@ def _check_all_known(name: str, typed: list[str], kinds: dict[str, str]) -> None
 
 def value_kinds(schema: type) -> dict[str, str]:
     """Return the type of every setting by its dotted key: str, int, float, bool or list."""
-    leaves = {key: kind for key, kind in iter_fields(schema, "") if not dataclasses.is_dataclass(kind)}
-    return {key: getattr(typing.get_origin(kind) or kind, "__name__", str(kind)) for key, kind in leaves.items()}
+    return {
+        key: getattr(typing.get_origin(kind) or kind, "__name__", str(kind))
+        for key, kind in iter_fields(schema, "")
+        if not dataclasses.is_dataclass(kind)
+    }

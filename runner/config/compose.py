@@ -104,18 +104,17 @@ def source_files(typed: list[str], conf: Path = CONF_DIR) -> dict[str, Path]:
         return {name: path for path, name, _ in composed_files(typed, conf)}
 
 
-def files_that_choose_model(typed: list[str], conf: Path = CONF_DIR) -> list[str]:
-    """Return the YAML files, e.g. of an experiment, with which the overrides choose the option of the group `model` or
-    set values in it.
+def has_file_that_chooses_model(typed: list[str], conf: Path) -> bool:
+    """Return whether the overrides choose a YAML file, e.g. of an experiment, that chooses the option of the group
+    `model` or sets values in it.
     """
     groups = schema.config_groups(*overrides.config_dirs(typed, conf))
     choices = [override for override in typed if overrides.key_of(override) in (*groups, overrides.SEARCHPATH_KEY)]
-    return _files_that_choose_model(tuple(choices), conf)
+    return _has_file_that_chooses_model(tuple(choices), conf)
 
 
 @cache
-def _files_that_choose_model(choices: tuple[str, ...], conf: Path) -> list[str]:
-    chosen = []
+def _has_file_that_chooses_model(choices: tuple[str, ...], conf: Path) -> bool:
     for name, file in source_files(list(choices), conf).items():
         if name == "config.yaml" or name.startswith("model/"):
             continue
@@ -123,8 +122,8 @@ def _files_that_choose_model(choices: tuple[str, ...], conf: Path) -> list[str]:
         defaults = [entry for entry in content.get("defaults") or () if isinstance(entry, dict)]
         names = {str(key).removeprefix("override ").strip("/ ") for entry in defaults for key in entry}
         if "model" in {*names, *content}:
-            chosen.append(name)
-    return chosen
+            return True
+    return False
 
 
 def compose_values(typed: list[str]) -> dict[str, Any]:
@@ -196,15 +195,13 @@ def section_object(section: str, values: dict[str, Any]) -> Any:
 
     Raises UserError if one is missing, unknown or not allowed.
     """
-    with translating_hydra_errors([]):
-        merged = OmegaConf.merge(OmegaConf.structured(section_class(section, values)), values)
-        check_no_missing(merged, f"{section}.")
-        return OmegaConf.to_object(merged)
+    with translating_hydra_errors([], names_files=False):
+        return _converted({section: section_class(section, values)}, {section: values})[section]
 
 
-def check_no_missing(tree: Any, prefix: str = "") -> None:
+def check_no_missing(tree: Any) -> None:
     if missing := OmegaConf.missing_keys(tree):
-        key = prefix + min(missing)
+        key = min(missing)
         section = key.rpartition(".")[0]
         reason = f": {section} is null here, or lacks some of its keys" if section in OPTIONAL_SECTIONS else ""
         raise UserError(f"{key} has no value{reason}", key, OPTIONAL_SECTIONS.get(section, f"{key}=<value>"))
@@ -265,11 +262,7 @@ def rank_environment() -> dict[str, str]:
     """Return the environment variable that gives a rank the HydraConfig of this process; empty if it has none."""
     if not HydraConfig.initialized():
         return {}
-    return {
-        HYDRA_CONFIG_ENV: json.dumps(
-            OmegaConf.to_container(cast(DictConfig, HydraConfig.instance().cfg).hydra, enum_to_str=True)
-        )
-    }
+    return {HYDRA_CONFIG_ENV: json.dumps(OmegaConf.to_container(HydraConfig.get(), enum_to_str=True))}
 
 
 def restore_hydra_config() -> None:

@@ -419,7 +419,7 @@ def literal_text(override: str) -> str:
 
 def absolutize_path(override: str) -> str:
     """Return the override with absolute paths, and with names and text of the user quoted for Hydra."""
-    key, equals, value = override.partition("=")
+    key = override.partition("=")[0]
     if key == PLUGINS_KEY:
         return f"{PLUGINS_KEY}=[{','.join(map(quote_path, plugins_of([override])))}]"
     if key == COLUMNS_KEY:
@@ -428,7 +428,7 @@ def absolutize_path(override: str) -> str:
         return literal_output(override)
     if key in TEXT_KEYS:
         return literal_text(override)
-    return literal_path(override) if key in PATH_KEYS and equals else override
+    return literal_path(override) if key in PATH_KEYS else override
 
 
 def prepare_overrides(typed: list[str], config_dir: str | None = None) -> list[str]:

@@ -111,13 +111,12 @@ def resolve_model_overrides(typed: list[str]) -> list[str]:
 def _resolve_model(value: str, key: str) -> str:
     path = Path(QUOTED_ITEM.sub(r"\2", value))
     if (key, value) == ("init_from", "last"):  # a folder of this name is a path here
-        return quote_path(str(resolve_model_run(value, key)))
-    if is_sweep_dir(path):
-        return quote_path(str(find_best_job(path)))
-    if key == "init_from" and (checkpoint := _named_checkpoint(path, key)):
-        return quote_path(str(checkpoint))
-    # without a slash it is no model of the hub, e.g. scratch
-    found = fetch_model(str(path), f"{key}={path}", watch_download) if "/" in value else None
+        found: Path | None = resolve_model_run(value, key)
+    elif is_sweep_dir(path):
+        found = find_best_job(path)
+    else:
+        checkpoint = _named_checkpoint(path, key) if key == "init_from" else None
+        found = checkpoint or fetch_model(str(path), f"{key}={path}", watch_download)
     return quote_path(str(found)) if found else value
 
 
@@ -138,7 +137,9 @@ def _named_checkpoint(path: Path, key: str) -> Path | None:
         newest, skipped = newest_valid(checkpoints)
         for each, problem in skipped:
             print_note(f"warning: checkpoint {each} skipped: {problem}")
-        found, names = (newest.name, names) if newest else (None, [])
+        if newest is not None:
+            return newest
+        found, names = None, []
     elif name == "best":
         found = read_pointer(checkpoints / BEST_POINTER)
     else:

@@ -217,7 +217,7 @@ def _completed(tree: dict[str, Any]) -> dict[str, Any]:
     try:
         current = load_yaml(CONF_DIR / MAIN_CONFIG)
         hydra_defaults = [entry for entry in current["defaults"] if _names_hydra(entry)]
-        return {**_filled(tree, current), "defaults": [*tree["defaults"], *hydra_defaults], "hydra": current["hydra"]}
+        return {**_filled(tree, current), "defaults": [*tree["defaults"], *hydra_defaults]}
     except (OSError, ValueError, KeyError, TypeError):  # conf/config.yaml is gone or changed: resume without it
         return tree
 

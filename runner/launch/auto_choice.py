@@ -72,19 +72,19 @@ def _better_run_warning(taken: Path, found: Mapping[Path, Mapping[str, Any]]) ->
     """Return a warning if another run has a lower loss on the same evaluation rows, or has trained longer where losses
     cannot be compared.
     """
-    own, better, longer = found[taken], [], []
+    own, others = found[taken], list[tuple[str, float, Path]]()
     for run, fields in found.items():
         evaluations = [own.get("evaluation"), fields.get("evaluation")]
         losses = [score.loss for score in map(model_score, (own, fields)) if score and score.loss is not None]
         if len(losses) == 2 and all(evaluations) and comparison_problem(evaluations) is None:
-            better += [(losses[1], run)] if losses[1] < losses[0] else []
+            if losses[1] < losses[0]:
+                others.append(("better", losses[1], run))
         elif fields["tokens"] > own["tokens"]:
-            longer.append((-fields["tokens"], run))
-    for kind, others in (("better", better), ("longer", longer)):
-        if others:
-            _, other = min(others)
-            return f"there is a {kind} run: init_from={other} ({describe_model(found[other])})"
-    return None
+            others.append(("longer", -fields["tokens"], run))
+    if not others:
+        return None
+    kind, _, other = min(others)  # "better" comes before "longer"
+    return f"there is a {kind} run: init_from={other} ({describe_model(found[other])})"
 
 
 def _age(ended: object) -> str:

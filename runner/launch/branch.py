@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from common.errors import AlreadyReported, UserError, did_you_mean_path, print_note
+from common.errors import UserError, did_you_mean_path, print_note
 from common.filesystem import (
     open_regular,
     read_bounded,
@@ -46,6 +46,7 @@ from runner.launch.resume import (
     ResumePlan,
     check_fixed_keys,
     effective_overrides,
+    naming_run,
     persisting_overrides,
     plan_resume,
     print_notes,
@@ -122,7 +123,7 @@ def start_branch(typed: list[str]) -> None:
         try:
             plan = create_branch(metadata, trunk, extra)
             metadata.data_files = check_inputs(plan.config)
-            with _naming(trunk, folder):
+            with naming_run(trunk.run, folder):
                 compose.run_resumed(lambda: run(plan.config, metadata), folder, plan.tree, plan.overrides, runtime)
         except UserError:
             for name in (CHECKPOINTS_DIR, *(f"{log}.jsonl" for log in recovery.LOGS)):
@@ -140,7 +141,7 @@ def create_branch(metadata: RunMetadata, trunk: Trunk, extra: list[str]) -> Resu
     folder = metadata.folder
     staged = folder / temp_name("tmp", "branch")  # the settings of the trunk alone are never in the directory
     try:
-        with refusing_disk_errors(folder), _naming(trunk, staged):
+        with refusing_disk_errors(folder), naming_run(trunk.run, staged):
             plan = _plan_branch(trunk, extra, staged)
             with persisting_overrides(plan):
                 step = _write_state(metadata, trunk, staged)
@@ -178,7 +179,7 @@ def staged_settings(typed: Sequence[str]) -> Iterator[tuple[Trunk, Path, list[st
     """
     trunk = read_trunk(_starts_of(typed)[0])
     extra = _added_overrides(trunk, typed)
-    with TemporaryDirectory() as name, _naming(trunk, Path(name)):
+    with TemporaryDirectory() as name, naming_run(trunk.run, Path(name)):
         _plan_branch(trunk, extra, Path(name))
         yield trunk, Path(name), extra
 
@@ -262,17 +263,3 @@ def _mapped(path: Path) -> memoryview:
     fd, _ = open_regular(path)
     with open(fd, "rb") as file:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-
-@contextmanager
-def _naming(trunk: Trunk, folder: Path) -> Iterator[None]:
-    """Name the trunk in the errors of a refused branch, whose own `folder` does not stay."""
-    try:
-        yield
-    except AlreadyReported:
-        raise
-    except UserError as error:
-        texts = [error.message, error.setting, error.fix]
-        for text in ("init_from={}", "resume={}", "run={}", "{}/"):
-            texts = [each.replace(text.format(folder), text.format(trunk.run)) for each in texts]
-        raise UserError(*texts) from error

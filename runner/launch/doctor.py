@@ -34,7 +34,7 @@ from runner.engine.config import Config
 from runner.launch.doctor_checks import check_other_files
 from runner.launch.initial_weights import restore_initial_weights
 from runner.launch.recovery import CheckpointState, Problem, Severity, first_blocking, inspect_run, recover_run
-from runner.launch.resume import plan_resume
+from runner.launch.resume import naming_run, plan_resume
 from runner.launch.run import check_inputs
 from runner.run_dir.contents import (
     HYDRA_DIR,
@@ -147,11 +147,8 @@ def _compose(folder: Path, restored: dict[str, bytes], started: bool) -> Config:
         for name, content in restored.items():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes(content)
-        try:
+        with naming_run(folder, copy):
             return plan_resume(copy, [], has_started=started).config
-        except UserError as error:
-            texts = (error.message, error.setting, error.fix)
-            raise UserError(*(text.replace(str(copy), str(folder)) for text in texts)) from error
 
 
 def _compare(state: CheckpointState, config: Config, started: bool) -> ResumeOutcome:
@@ -251,8 +248,7 @@ def _select_runs(cfg: DoctorConfig) -> tuple[list[Path], Path | None]:
     path = resolve_run("last", "run") if cfg.run == "last" else Path(cfg.run).expanduser().absolute()
     if not path.exists():
         raise UserError(f"{path} does not exist", f"run={cfg.run}", did_you_mean_path(cfg.run))
-    folder = path if holds_run(path) else enclosing_run(path)
-    if folder is None:
+    if (folder := enclosing_run(path)) is None:
         raise UserError(
             f"{path} is not in a run directory: there is no run.json and no checkpoint",
             f"run={cfg.run}",

@@ -28,7 +28,7 @@ from models.formats.hub import fetch_model
 from models.formats.json_files import read_adapter_settings, read_config_of_weights, why_transformers
 from runner.checkpoint.atomic_dir import newest_valid
 from runner.checkpoint.format import CHECKPOINTS_DIR
-from runner.config.compose import compose_tree, files_that_choose_model, section_object, to_config, without_hydra
+from runner.config.compose import compose_tree, has_file_that_chooses_model, section_object, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import key_of
 from runner.engine.config import UNNAMED_WEIGHTS, Config
@@ -76,8 +76,7 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
     compares it.
     """
     keys = set(map(key_of, typed))
-    if tree["init_from"] not in UNNAMED_WEIGHTS:
-        tree["init_from"] = _local_path(tree["init_from"], "init_from")
+    tree["init_from"] = _local_path(tree["init_from"], "init_from")
     if tree["model"].get("path"):
         _adopt_path(tree, keys)
     init_from = tree["init_from"]
@@ -87,7 +86,7 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
         init_from in UNNAMED_WEIGHTS
         or not Path(init_from).exists()
         or "model" in keys
-        or files_that_choose_model(typed, conf)
+        or has_file_that_chooses_model(typed, conf)
     ):
         return None
     family = tree["model"]["family"] if "model.family" in keys else None
@@ -329,7 +328,7 @@ def check_tokenizer(config: Config) -> None:
     config.check_vocabulary(Tokenizer.load(folder).vocab_size)
 
 
-def with_tokenizer(config: Config, folder: Path, source: str | None, is_new: bool) -> Config:
+def with_tokenizer(config: Config, folder: Path, source: str | None) -> Config:
     """Return the config with the path of the tokenizer, and copy it to the run directory `folder`: a resume and the
     export do not depend on that path.
 
@@ -338,7 +337,7 @@ def with_tokenizer(config: Config, folder: Path, source: str | None, is_new: boo
     """
     copy, typed = folder / RUN_TOKENIZER, config.data.tokenizer
     if source is None or not copy.is_dir():
-        is_resolved = not is_new and typed not in (AUTO, MINIMIND)
+        is_resolved = source is not None and typed not in (AUTO, MINIMIND)
         found = check_tokenizer_path(typed) if is_resolved else resolve_tokenizer(config.data, config.init_from)
         copy_tokenizer(found, copy, config.init_from)
         source = str(found.absolute())

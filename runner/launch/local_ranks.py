@@ -114,13 +114,13 @@ def _config_file(config: Config, folder: Path) -> Iterator[Path]:
 class RankGroup:
     """The rank processes of one attempt."""
 
-    def __init__(self, folder: Path, attempt: int, count: int, liveness: Liveness | None = None) -> None:
+    def __init__(self, folder: Path, attempt: int, count: int, liveness: Liveness | None) -> None:
         self.folder, self.count = folder, count
         self.hanging: int | None = None  # the rank that has given no sign of life, or that a collective waited for
         self.hang = ""  # what is known of it
         # a rank has failed, and the others were asked to end: they exit with INTERRUPTED although no stop was requested
         self._is_ending = False
-        self._liveness = liveness
+        self.liveness = liveness
         self.processes: list[subprocess.Popen] = []
         self.logs = [subprocesses.RankLog(folder, rank, count, attempt) for rank in range(1, count)]
         self._rendezvous_file = folder / temp_name("tmp", "rendezvous")
@@ -147,7 +147,7 @@ class RankGroup:
             }
             # one rank computes as a process without a launcher does
             | ({"OMP_NUM_THREADS": threads_per_rank(self.count)} if self.count > 1 else {})
-            | (self._liveness.environment(rank) if self._liveness else {})
+            | (self.liveness.environment(rank) if self.liveness else {})
         )
         program = [str(REPO_ROOT / "runner" / "launch" / "worker.py"), str(config_file), str(os.getpid())]
         if rank == 0:
@@ -165,14 +165,10 @@ class RankGroup:
                 self._is_ending = not forwarder.is_stopping()
                 for process in running:
                     process.send_signal(signal.SIGTERM)
-            if (
-                self._liveness
-                and failed is None
-                and (failed := self._liveness.hanging_rank(self.processes)) is not None
-            ):
+            if self.liveness and failed is None and (failed := self.liveness.hanging_rank(self.processes)) is not None:
                 self.hanging, deadline = failed, time.monotonic() + HANG_GRACE
                 self.hang = self._describe_hang(failed)
-                self._liveness.request_stacks(running)
+                self.liveness.request_stacks(running)
             if deadline == float("inf") and INTERRUPTED in self.exit_codes() and not self._have_begun(running):
                 deadline = time.monotonic() + FAILURE_GRACE  # some were stopped before they had met the others
             if forwarder.is_forced():
@@ -187,8 +183,8 @@ class RankGroup:
                 # they waited for.
                 self.hanging = failed = self._last_in(running)
                 self.hang, deadline = self._describe_hang(failed), time.monotonic() + STACKS_GRACE
-                if self._liveness:
-                    self._liveness.request_stacks([self.processes[failed]])
+                if self.liveness:
+                    self.liveness.request_stacks([self.processes[failed]])
             elif time.monotonic() > deadline:
                 was_killed = True
                 self._kill_running()
@@ -200,7 +196,7 @@ class RankGroup:
 
     def _have_begun(self, running: list[subprocess.Popen]) -> bool:
         """Return whether one of the running ranks has taken part in a step or evaluation."""
-        signs = self._liveness.signs() if self._liveness else []
+        signs = self.liveness.signs() if self.liveness else []
         return any(sign.activity for sign, process in zip(signs, self.processes, strict=False) if process in running)
 
     def _running(self) -> list[subprocess.Popen]:
@@ -209,13 +205,13 @@ class RankGroup:
     def _last_in(self, running: list[subprocess.Popen]) -> int:
         """Return which of the running ranks has made the least progress."""
         ranks = [rank for rank, process in enumerate(self.processes) if process in running]
-        signs = self._liveness.signs() if self._liveness else []
+        signs = self.liveness.signs() if self.liveness else []
         return min(ranks, key=lambda rank: signs[rank][:2]) if signs else ranks[0]
 
     def _describe_hang(self, rank: int) -> str:
         """Return what a rank that hangs did last, and what the kernel says of its process."""
         pid = self.processes[rank].pid
-        sign = self._liveness.signs()[rank] if self._liveness else Sign(0, 0.0, 0, "")
+        sign = self.liveness.signs()[rank] if self.liveness else Sign(0, 0.0, 0, "")
         where = f" {sign.activity}, after step {sign.step}" if sign.activity else " before its first step"
         since = f" for {time.monotonic() - sign.time:.0f} s" if sign.time else ""
         return f"hangs{where} (pid {pid}, no progress{since}{describe_state(pid)})"
@@ -248,18 +244,14 @@ class RankGroup:
         """Kill the ranks that are left, with their data workers, and remove temporary files."""
         self._kill_running()
         remove_quietly(self._rendezvous_file)
-        if self._liveness:
-            self._liveness.close()
+        if self.liveness:
+            self.liveness.close()
 
     def _kill_running(self) -> None:
         for process in self._running():
             os.killpg(process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):  # only while it waits in the kernel for a disk
                 process.wait(KILL_SECONDS)
-
-    def stacks(self, rank: int) -> list[str]:
-        """Return the stacks that a rank has written when it crashed or hung."""
-        return self._liveness.stacks(rank) if self._liveness else []
 
 
 def _final_loss(group: RankGroup, metadata: RunMetadata) -> float:
@@ -293,7 +285,8 @@ def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, config: Con
         raise AlreadyReported("the settings or the data were refused", f"rank {first}", "see the message above")
     causes = [_cause(group, rank, metadata) for rank in range(group.count)]
     error = causes[first]
-    stacks, is_hanging = group.stacks(first), group.hanging == first
+    stacks = group.liveness.stacks(first) if group.liveness else []
+    is_hanging = group.hanging == first
     for line in stacks:
         print_safely(line, sys.stderr)
     if is_hanging:

@@ -18,7 +18,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from common.errors import UserError, print_note, print_safely, strip_control
+from common.errors import AlreadyReported, UserError, print_note, print_safely, strip_control
 from common.filesystem import atomic_path, make_dirs, write_atomic_file
 from common.paths import CONF_DIR, workspace_dir
 from common.registry import check_imported
@@ -95,6 +95,20 @@ def plan_resume(folder: Path, extra: list[str], has_started: bool = True) -> Res
         config = to_config(tree)
         notes = [*snapshot.changed_files(folder, overrides.config_dirs(extra)), *notes]
     return ResumePlan(folder, config, tree, extra, [*kept, *extra], notes, config != before)
+
+
+@contextmanager
+def naming_run(run: Path, copy: Path) -> Iterator[None]:
+    """Name `run` in errors about the directory `copy` that stands for it, which the user does not see."""
+    try:
+        yield
+    except AlreadyReported:
+        raise
+    except UserError as error:
+        texts = [error.message, error.setting, error.fix]
+        for text in ("init_from={}", "resume={}", "run={}", "{}/"):
+            texts = [each.replace(text.format(copy), text.format(run)) for each in texts]
+        raise UserError(*texts) from error
 
 
 def _parse_extra(folder: Path, extra: list[str]) -> list[Override]:

@@ -98,8 +98,7 @@ def run(config: Config, metadata: RunMetadata) -> float:
     try:
         if is_new:
             init_from = resolve_init_from(config, metadata.folder, compatibility_fingerprints(config))
-            if init_from != config.init_from:
-                config = replace(config, init_from=init_from)
+            config = replace(config, init_from=init_from)
             if init_from != "scratch":
                 check_model(config)
         else:
@@ -107,7 +106,7 @@ def run(config: Config, metadata: RunMetadata) -> float:
                 config = replace(config, init_from=before["init_from"])
             config = restore_initial_weights(config)
         with refusing_disk_errors(metadata.folder):
-            config = retry_disk(partial(with_tokenizer, config, metadata.folder, before["tokenizer_source"], is_new))
+            config = retry_disk(partial(with_tokenizer, config, metadata.folder, before["tokenizer_source"]))
         sources = {"init_from": config.init_from, "tokenizer_source": config.data.tokenizer}
         fingerprints = compatibility_fingerprints(config, metadata.folder / RUN_TOKENIZER)
         metadata.mark_running(
@@ -119,7 +118,7 @@ def run(config: Config, metadata: RunMetadata) -> float:
             if (count := count_local_ranks(config)) > 1 or config.train.supervise:
                 return train_on_ranks(config, metadata, count)
         with StopFlag(announces=True) as stop:
-            if torchrun.under_torchrun() and torchrun.is_rank_zero():
+            if torchrun.is_rank_zero():
                 torchrun.broadcast_config(config, metadata)
             return train_or_verify(config, metadata, stop)
     except UserError:

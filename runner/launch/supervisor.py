@@ -33,6 +33,7 @@ from runner.launch.failures import (
     classify_failure,
     count_oom_kills,
 )
+from runner.launch.subprocesses import POLL_SECONDS
 from runner.run_dir.contents import timestamp
 from runner.run_dir.metadata import RunMetadata
 
@@ -122,7 +123,6 @@ def _cpu_seconds(group: int) -> float:
 
 
 LOG_LINES, LOG_BYTES = 12, 1 << 14  # of train.log, in a record
-CHILD_POLL_SECONDS = 0.05
 
 
 class Supervisor:
@@ -222,21 +222,27 @@ class Supervisor:
     def _record(self, failure: Failure, kind: FailureKind, action: str) -> None:
         folder, fields = self._metadata.folder, self._metadata.fields
         lines = last_lines(folder / "train.log", LOG_BYTES)[-LOG_LINES:]
-        where = {"time": timestamp(), "attempt": fields["attempt"], "step": self._saved_step(), "rank": failure.rank}
-        ended = {
+        incident = {
+            "time": timestamp(),
+            "attempt": fields["attempt"],
+            "step": self._saved_step(),
+            "rank": failure.rank,
             "kind": kind,
             "exit_code": failure.code if failure.code >= 0 else None,
             "signal": signal.Signals(-failure.code).name if failure.code < 0 else None,
             "error": str(failure.error),
+            "action": action,
+            "last_lines": lines,
+            "stacks": failure.stacks,
         }
-        append_incident(folder, {**where, **ended, "action": action, "last_lines": lines, "stacks": failure.stacks})
+        append_incident(folder, incident)
 
     def _wait(self, seconds: float, is_stopping: Callable[[], bool]) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if is_stopping():
                 self._interrupt()
-            time.sleep(CHILD_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def _interrupt(self) -> None:
         """End as after a stop request: the newest checkpoint is what can be resumed."""

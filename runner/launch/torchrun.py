@@ -170,13 +170,9 @@ def begin_job() -> dict[str, str]:
     if not is_rank_zero():
         return {}
     _jobs_announced += 1
-    _send(job=str(_jobs_announced))
-    return {JOB_ENV: f"job{_jobs_announced}"}
-
-
-def end_job() -> None:
-    if is_rank_zero():
-        _send(ended=str(_jobs_announced))
+    variables = {JOB_ENV: f"job{_jobs_announced}"}
+    _send(job=variables)
+    return variables
 
 
 # --- the other ranks ---
@@ -188,7 +184,7 @@ def worker_main() -> int:
     from runner.launch.subprocesses import die_with_parent, spawn
 
     die_with_parent(os.getppid())()
-    jobs: dict[str, subprocess.Popen] = {}
+    jobs: list[subprocess.Popen] = []
     code = INTERRUPTED
     with StopFlag() as stop:
         for message in _messages(stop, jobs):
@@ -197,17 +193,13 @@ def worker_main() -> int:
             if "exit" in message:
                 code = OK  # also if torchrun, which has seen rank 0 exit, sends SIGTERM
                 break
-            if "job" in message:
-                number = message["job"]
-                jobs[number] = spawn([str(REPO_ROOT / "runner" / "train.py")], {JOB_ENV: f"job{number}"}, None)
-            if "ended" in message:
-                _wait_for_job(jobs.pop(message["ended"]), JOB_GRACE)
-        for job in jobs.values():
-            _wait_for_job(job, None if stop() else JOB_GRACE)
+            _wait_for_jobs(jobs, JOB_GRACE)  # the former one has ended on rank 0
+            jobs.append(spawn([str(REPO_ROOT / "runner" / "train.py")], message["job"], None))
+        _wait_for_jobs(jobs, None if stop() else JOB_GRACE)
     return code
 
 
-def _messages(stop: StopFlag, jobs: dict[str, subprocess.Popen]) -> Iterator[dict[str, Any]]:
+def _messages(stop: StopFlag, jobs: list[subprocess.Popen]) -> Iterator[dict[str, Any]]:
     """Yield the messages of rank 0 until a stop signal arrives; then forward the signal to the jobs, which save."""
     store, prefix, number = _store(), _prefix(), 0
     while True:
@@ -219,16 +211,17 @@ def _messages(stop: StopFlag, jobs: dict[str, subprocess.Popen]) -> Iterator[dic
             break
         else:
             time.sleep(STORE_POLL_SECONDS)
-    for job in jobs.values():
+    for job in jobs:
         job.send_signal(signal.SIGTERM)
 
 
-def _wait_for_job(job: subprocess.Popen, seconds: float | None) -> None:
-    try:
-        job.wait(seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
+def _wait_for_jobs(jobs: list[subprocess.Popen], seconds: float | None) -> None:
+    for job in jobs:
+        try:
+            job.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
 
 
 def _train_rank(message: dict[str, Any], stop: StopFlag) -> int:

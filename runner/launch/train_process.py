@@ -127,7 +127,7 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
         metadata.stored_files = read_stored_files(metadata.folder, metadata.folder)
         _record_attempt(state, git)
     with _live_page(state):
-        return _train_and_record(state, stop)
+        return _train_and_record(state)
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def _live_page(state: TrainState) -> Iterator[None]:
     page.write()
 
 
-def _train_and_record(state: TrainState, stop: StopFlag) -> float:
+def _train_and_record(state: TrainState) -> float:
     from runner.engine.loop import train
 
     config = state.cfg
@@ -272,10 +272,8 @@ def _next_commands(state: TrainState, outcome: Outcome) -> tuple[NextCommand, ..
     has_checkpoint = state.metadata.fields.get("checkpoint") is not None
     try:
         if outcome == Outcome.DIVERGED:
-            can_resume, is_branch = (
-                has_checkpoint and not state.finished,
-                bool(state.metadata.fields.get("branched_from")),
-            )
+            can_resume = has_checkpoint and not state.finished
+            is_branch = bool(state.metadata.fields.get("branched_from"))
             overrides = load_overrides(state.metadata.folder)
             return commands_after_divergence(state.run_dir, state.cfg.optimizer.lr, overrides, can_resume, is_branch)
         if outcome != Outcome.COMPLETED:

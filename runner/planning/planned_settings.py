@@ -46,10 +46,13 @@ FLOPS_PER_PARAMETER = (
 
 
 def with_batch_size(typed: list[str], is_multirun: bool) -> list[str]:
-    """Return the overrides of a new run with a micro-batch and an accumulation in place of AUTO_SIZE.
+    """Return the overrides of a new run with a micro-batch and an accumulation in place of AUTO_SIZE; `typed` itself
+    without it.
 
     Raises UserError for a sweep, and if no micro-batch fits.
     """
+    if AUTO_SIZE not in typed:
+        return typed
     if is_multirun:
         fix = "give numbers; python runner/plan.py --multirun with them says what fits"
         raise UserError("jobs of a sweep differ in what fits: each needs a number", AUTO_SIZE, fix)

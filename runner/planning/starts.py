@@ -20,7 +20,7 @@ from runner.config.resolve import check_is_one_run, resolve_run
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
 from runner.launch import branch, initial_weights, resume, run
-from runner.planning.planned_settings import AUTO_SIZE, with_batch_size, with_budget
+from runner.planning.planned_settings import with_batch_size, with_budget
 from runner.run_dir.contents import has_started, is_sweep_dir, recorded_precision
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep import extend, grid, seeds, validation
@@ -58,7 +58,7 @@ def planned_start(typed: list[str], flags: Flags) -> PlannedStart:
         return PlannedStart((_resumed_run(folder, typed),), is_sweep=False)
     checks.check_overrides(typed)
     is_branch = checks.is_branch(typed)
-    if AUTO_SIZE in typed and not is_branch:
+    if not is_branch:
         typed = with_batch_size(typed, is_multirun)
     if is_multirun:
         return _new_sweep(typed, is_branch)

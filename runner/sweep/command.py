@@ -263,7 +263,6 @@ class SweepScheduler:
     def _record_end(self, running: RunningJob, exit: JobExit) -> None:
         job, run = running.job, RunMetadata.read(self.session.run_dir(running.job))
         running.forward_output(self.session.lines, self._prefix(job))
-        torchrun.end_job()
         if exit.code in (OK, INTERRUPTED) or (self.is_stopping and run.get("status") != "failed"):
             self.state.refresh_job(job)
             is_applied = exit.code == OK or job.status == "paused"

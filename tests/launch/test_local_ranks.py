@@ -661,7 +661,6 @@ def test_torchrun_job_runs_on_every_rank_and_ends_with_rank_0(
 ) -> None:
     store, started = under_torchrun(0), []
     assert torchrun.begin_job() == {"RUNNER_JOB": "job1"}
-    torchrun.end_job()
     with torchrun.releasing_workers():
         assert torchrun.begin_job() == {"RUNNER_JOB": "job2"}
     under_torchrun(1)

@@ -371,7 +371,7 @@ def test_sweep_json_with_a_flag_in_a_job_is_read_by_no_command(
     (finished / "sweep.json").write_text(json.dumps(fields))
     for read in (
         resume,
-        lambda: show_sweep_config(finished, [], ["--cfg=job"], pytest.fail),
+        lambda: show_sweep_config(finished, [], ["--cfg=job"]),
         lambda: SweepState.open_readonly(finished),
     ):
         with pytest.raises(UserError, match="that it may not hold"):
@@ -474,7 +474,7 @@ def test_show_config_prints_the_job_that_resume_would_run_and_writes_nothing(
     before = files_of(finished)
 
     def printed(*typed: str) -> tuple[int, int]:
-        show_sweep_config(finished, list(typed), {"--cfg": "job"}, run_sweep)
+        show_sweep_config(finished, list(typed), {"--cfg": "job"})
         train = yaml.safe_load(capsys.readouterr().out)["train"]
         return train["accumulation_steps"], train["max_steps"]
 
