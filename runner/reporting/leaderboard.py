@@ -91,7 +91,7 @@ def leaderboard_text(folder: Path) -> str:
     seed = [SEED_KEY] * sweep.has_seeds
     table = [["", *sweep.shown_keys, *seed, *(column.title for column in columns)]]
     for row in sweep.rows:
-        for line in [row, *row.members]:
+        for line in row.lines:
             rank = _rank(line) if line.rank or line is row else ""
             swept = [swept_text(row, key) if line is row else "" for key in sweep.shown_keys]
             cells = [rank, *swept, *[line.seed for _ in seed], *(column.cell(line) for column in columns)]
@@ -131,7 +131,7 @@ def leaderboard_csv(sweep: SweepResults) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(map(_csv_cell, ["row", "rank", *sweep.shown_keys, SEED_KEY, *(column.key for column in columns)]))
     for row in sweep.rows:
-        for line in [row, *row.members]:
+        for line in row.lines:
             swept = [trained_value(line, key) for key in sweep.shown_keys]
             identity = ["point" if line is row else "job", line.rank, *swept, "" if line.members else line.seed]
             writer.writerow(map(_csv_cell, [*identity, *(column.csv_value(line) for column in columns)]))

@@ -70,7 +70,7 @@ def folded_columns(sweep: SweepResults, columns: list[Column]) -> set[str]:
     folded: set[str] = set()
     kept: list[list[str]] = []
     for column in columns if len(sweep.rows) > 1 else []:
-        cells = [[column.cell(line) for line in (row, *row.members)] for row in sweep.rows]
+        cells = [[column.cell(line) for line in row.lines] for row in sweep.rows]
         values = [*chain(*cells)]
         is_repeated = any(all(value in ("", of) for value, of in zip(values, other, strict=True)) for other in kept)
         is_equal = len({*values} - {""}) < 2 or not any(point for point, *_ in cells)
