@@ -255,8 +255,8 @@ def _best_point(sweep: Path, setting: str) -> tuple[list[ComparedRun], int]:
         raise UserError(
             f"this sweep has no best point: {reason}", setting, f"name its jobs; or {results.resume_command}"
         )
-    completed = [job for job in ranked[0].jobs if job.status == "completed"]
-    return [ComparedRun.read(sweep / str(job.folder)) for job in completed], len(results.rows)
+    completed = [job.run_dir for job in ranked[0].jobs if job.run_dir and job.status == "completed"]
+    return [*map(ComparedRun.read, completed)], len(results.rows)
 
 
 def _use_results_of_evaluate(runs: list[ComparedRun]) -> None:

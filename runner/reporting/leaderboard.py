@@ -111,8 +111,8 @@ def leaderboard_text(folder: Path) -> str:
     if best := sweep.best:
         text += ["", f"{with_note('best job', best)}: {sweep.job_command(best)}"]
         text += filter(None, [sweep.command_note(best)])
-        if best.model and best.folder:
-            text.append(f"its model: {sweep.folder / best.folder} ({best.model})")
+        if best.model:
+            text.append(f"its model: {best.run_dir} ({best.model})")
     if sweep.is_unfinished and not sweep.is_running:
         text += ["", f"continue with: {sweep.resume_command}"]
     return strip_control("\n".join(text))
@@ -232,8 +232,8 @@ def _rows(sweep: SweepResults, verdict: SweepVerdict) -> dict[str, str]:
             f"{verdict.name}, {sweep.ranked_by} loss {loss_text(verdict.winner.score)}"
         )
     rows |= {"certainty": verdict.certainty} | ({"judged on": verdict.judged_on} if verdict.judged_on else {})
-    if verdict.job is not None and verdict.job.folder and verdict.job.model:
-        rows["model"] = f"{display_path(sweep.folder / verdict.job.folder / 'model')} ({verdict.job.model})"
+    if verdict.job and verdict.job.run_dir and verdict.job.model:
+        rows["model"] = f"{display_path(verdict.job.run_dir / 'model')} ({verdict.job.model})"
     return rows | {
         "page": display_path(sweep.folder / REPORT_FILE),
         "leaderboard": display_path(sweep.folder / LEADERBOARD_FILE),

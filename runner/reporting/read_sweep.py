@@ -20,7 +20,6 @@ from runner.reporting.runs import (
     as_dict,
     read_override_list,
     read_sweep_file,
-    saved_settings,
     subfolders,
     sweep_status,
     typed,
@@ -57,7 +56,7 @@ def read_sweep_results(folder: Path) -> SweepResults:
         for job in jobs:
             job.status = "interrupted" if job.status == "paused" else job.status
     keys = dict.fromkeys([*map(str, sweep["swept"]), *(key for job in jobs for key in job.swept)])
-    _compare_data(folder, jobs)
+    _compare_data(jobs)
     ranked_by = next((kind for kind in LOSS_KINDS if any(kind in job.final for job in jobs)), "training")
     shared = [*map(str, sweep["overrides"])]
     status, is_running = sweep_status(folder, sweep["status"])
@@ -71,7 +70,7 @@ def read_sweep_results(folder: Path) -> SweepResults:
         ranked_by=ranked_by,
         rows=result_rows(jobs, ranked_by, int(parse_number(last_value(shared, SEEDS_KEY) or "") or 0)),
         sweeper=sweep["sweeper"],
-        scaled_keys=_set_trained_values(folder, jobs, shared),
+        scaled_keys=_set_trained_values(jobs, shared),
         is_running=is_running,
     )
 
@@ -90,8 +89,8 @@ def _read_job(sweep: Path, recorded: dict[str, Any], folders: set[str]) -> JobRe
     )
     if job.name not in folders:
         return job
-    run, job.folder = Run.read(sweep / job.name), job.name
-    fields, job.began = run.fields, run.began
+    run = Run.read(sweep / job.name)
+    fields, job.run_dir, job.began = run.fields, run.folder, run.began
     job.extended = [*map(str, recorded["applied_overrides"])]
     if (status := _job_status(job.status, recorded, run)) != job.status:
         # error and loss of sweep.json belong to an earlier attempt
@@ -101,7 +100,7 @@ def _read_job(sweep: Path, recorded: dict[str, Any], folders: set[str]) -> JobRe
     if job.status == "paused":
         done = fields["step"] / run.total_steps if run.total_steps else 0.0
         # sweep.budget may have stopped it before its rung
-        job.stop_at = min(parse_number(run.settings.get(STOP_KEY, "")) or 1.0, done)
+        job.stop_at = min(parse_number(job.settings.get(STOP_KEY, "")) or 1.0, done)
     earlier = sorted((run.folder / ".hydra").glob("history/*/overrides.yaml"))
     launches = [read_override_list(path) for path in (*earlier, run.folder / OVERRIDES_FILE)]
     # the rungs of a search are no settings of the job
@@ -151,7 +150,7 @@ def _set_losses(job: JobResult, fields: dict[str, Any]) -> None:
                 job.best[kind] = best, count_number(values.get("best_step")) or step
 
 
-def _set_trained_values(folder: Path, jobs: list[JobResult], shared: list[str]) -> list[str]:
+def _set_trained_values(jobs: list[JobResult], shared: list[str]) -> list[str]:
     """Set `trained` of jobs whose learning rate sweep.lr_scale has changed; return [the key] if it is not swept, so
     that it is shown all the same.
     """
@@ -162,12 +161,12 @@ def _set_trained_values(folder: Path, jobs: list[JobResult], shared: list[str]) 
     if not any(job.trained for job in jobs) or any(LR_KEY in job.swept for job in jobs):
         return []
     for job in jobs:  # the job that the others are scaled to has no override
-        if job.folder and not job.trained and LR_KEY in (settings := saved_settings(folder / job.folder)):
+        if not job.trained and LR_KEY in (settings := job.settings):
             job.trained[LR_KEY] = settings[LR_KEY]
     return [LR_KEY]
 
 
-def _compare_data(folder: Path, jobs: list[JobResult]) -> None:
+def _compare_data(jobs: list[JobResult]) -> None:
     """Set `differs_from` of jobs whose data differ from those of the first job with the same data overrides: a file has
     changed in between.
 
@@ -176,17 +175,16 @@ def _compare_data(folder: Path, jobs: list[JobResult]) -> None:
     first: dict[tuple, tuple[str, Any]] = {}  # what is equal in a group of jobs -> name and value of its first job
     for job in jobs:
         fingerprint, rows = job.data_identity
-        if fingerprint is None or job.folder is None:
+        if fingerprint is None:
             continue
         point = tuple(sorted((key, value) for key, value in job.swept.items() if key.startswith(DATA_KEY_PREFIXES)))
-        seed = job.swept.get(SEED_KEY) if _seed_draws_rows(folder / job.folder) else ""
+        seed = job.swept.get(SEED_KEY) if _seed_draws_rows(job.settings) else ""
         for group, value in ((("rows", point), rows), (("fingerprint", point, seed), fingerprint)):
             name, other = first.setdefault(group, (job.name, value))
             if None not in (value, other) and value != other:
                 job.differs_from = job.differs_from or name
 
 
-def _seed_draws_rows(run_dir: Path) -> bool:
+def _seed_draws_rows(settings: dict[str, str]) -> bool:
     """Return whether the rows of a run depend on its seed; of a config that cannot be read, too."""
-    settings = saved_settings(run_dir)
     return any(parse_number(settings.get(key, "1")) != 0 for key in ROW_DRAWS)

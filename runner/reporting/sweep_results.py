@@ -20,6 +20,7 @@ from runner.config.schema import config_groups
 from runner.diagnostics.symptoms import Evaluation
 from runner.engine.optim.mup import WIDTH_KEYS
 from runner.reporting.metrics import Metrics
+from runner.reporting.runs import saved_settings
 from runner.reporting.statistics import MeanStd, is_different, level_of_look, mean_std, share_spread, shared_level
 from runner.run_dir.best_job import SEED_KEY, ModelScore, comparison_problem, point_of, swept_sort_key
 
@@ -57,7 +58,7 @@ class JobResult:
     trained: dict[str, str] = field(default_factory=dict)
     extended: list[str] = field(default_factory=list)  # overrides that `resume=SWEEP` has trained it further with
     diverged: bool = False
-    folder: str | None = None  # name of the run directory in the sweep directory; None if the name leads out of it
+    run_dir: Path | None = None  # in the sweep directory; None if the name leads out of it
     is_added_seed: bool = False  # by sweep.seeds or sweep.budget
     launches: list[list[str]] = field(default_factory=lambda: [[]])  # overrides of each launch, the first one first
     stop_at: float = 0.0  # share of its steps at which the job is paused
@@ -70,6 +71,11 @@ class JobResult:
     @property
     def label(self) -> str:
         return point_label(self.swept) or self.name
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The saved settings by key; {} if they cannot be read."""
+        return saved_settings(self.run_dir) if self.run_dir else {}
 
     @property
     def shown_status(self) -> str:

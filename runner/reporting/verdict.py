@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from common.errors import UserError, one_line
 from common.paths import command_line
 from runner.reporting.columns import loss_text
-from runner.reporting.runs import longer_override, saved_settings
+from runner.reporting.runs import longer_override
 from runner.reporting.statistics import MeanStd, mean_std
 from runner.reporting.sweep_results import (
     KEEP,
@@ -92,7 +92,7 @@ def sweep_verdict(sweep: SweepResults) -> SweepVerdict:
         ties=ties,
         is_sure=len(ranked) > 1 and not ties and not unknown,
         judged_on=_judged_on(sweep),
-        train_longer=_train_longer(sweep, job),
+        train_longer=_train_longer(job),
         repeat="" if has_seeds or len(ranked) < 2 or is_branch else f"{sweep.job_command(job)} --multirun seed=1,2,3",
         transfer=sweep.transfer_command(job),
         command_note=sweep.command_note(job),
@@ -141,17 +141,16 @@ def _certainty(sweep: SweepResults, ranked: list[ResultRow], ties: list[ResultRo
     return f"{gap}; better than {compared} at 95 % over {first.n} seeds (Welch's t interval of each difference){suffix}"
 
 
-def _train_longer(sweep: SweepResults, job: JobResult) -> str:
+def _train_longer(job: JobResult) -> str:
     """Return the command that doubles the length of a job; empty if train.patience has ended it, or its config cannot
     be read.
     """
-    folder, last = sweep.folder / (job.folder or ".none"), job.metrics.last
-    settings = saved_settings(folder)
+    settings, last = job.settings, job.metrics.last
     steps = parse_number(settings.get("train.max_steps", "")) or 0
     if parse_number(settings.get("train.patience", "")) and (not steps or last is None or last.step < steps):
         return ""
     longer = longer_override(settings)
-    return shlex.join([*command_line("train"), f"resume={folder}", longer]) if longer else ""
+    return shlex.join([*command_line("train"), f"resume={job.run_dir}", longer]) if longer else ""
 
 
 def _range_edge(sweep: SweepResults, winner: ResultRow, key: str) -> RangeEdge | None:
@@ -165,7 +164,7 @@ def _range_edge(sweep: SweepResults, winner: ResultRow, key: str) -> RangeEdge |
         return None
     side, neighbour = ("highest", values[-2]) if own == values[-1] else ("lowest", values[1])
     following = next_value(own, neighbour, is_whole=all(text.lstrip("+-").isdecimal() for text in found))
-    if following is None or not _is_allowed(sweep, winner.jobs[0], key, following):
+    if following is None or not _is_allowed(winner.jobs[0], key, following):
         return None
     text = str(following) if isinstance(following, int) else f"{following:g}"
     return RangeEdge(key, winner.overrides[key], side, text, _extend_command(sweep, key, text))
@@ -186,7 +185,7 @@ def next_value(edge: float, neighbour: float, is_whole: bool) -> float | int | N
     return int(value) if value == int(value) and value != edge else None
 
 
-def _is_allowed(sweep: SweepResults, job: JobResult, key: str, value: float) -> bool:
+def _is_allowed(job: JobResult, key: str, value: float) -> bool:
     """Whether the dataclass of the setting's section takes `value` beside the other settings of the job.
 
     True where the config cannot be read.
@@ -194,12 +193,12 @@ def _is_allowed(sweep: SweepResults, job: JobResult, key: str, value: float) -> 
     from runner.config.compose import section_object
 
     *sections, name = key.split(".")
+    if not sections or job.run_dir is None:
+        return True
     try:
-        config = load_literal_config(sweep.folder / (job.folder or ".none"))
+        config = load_literal_config(job.run_dir)
         reduce(getitem, sections, config)[name] = value
     except (UserError, OSError, ValueError, LookupError, TypeError):
-        return True
-    if not sections:
         return True
     try:
         section_object(sections[0], config[sections[0]])
