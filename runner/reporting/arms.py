@@ -18,7 +18,7 @@ from runner.config.resolve import resolve_run
 from runner.diagnostics.symptoms import finite_number
 from runner.inference.evaluate import EVALUATIONS_FILE, current_evaluations
 from runner.reporting.columns import loss_text
-from runner.reporting.compare import FACTS, ComparedRun, Comparison, compare_runs, shortened_table
+from runner.reporting.compare import FACTS, ComparedRun, Comparison, shortened_table
 from runner.reporting.metrics import iter_records
 from runner.reporting.read_sweep import read_sweep_results
 from runner.reporting.runs import (
@@ -222,7 +222,7 @@ def compare_arms(given: dict[str, str]) -> ArmComparison:
         fix = "train all with the same validation rows (data.val_path), tokenizer, data.max_length and stage; or export them (export.py), measure all with evaluate.py, and compare the exported folders"
         settings = " ".join(arm.setting for arm in arms)
         raise UserError(f"the runs cannot be compared: they were judged {problem}", settings, fix)
-    comparison = ArmComparison(arms, compare_runs(runs))
+    comparison = ArmComparison(arms, Comparison(runs))
     for arm in arms:
         _check_one_arm(arm)
     return comparison
