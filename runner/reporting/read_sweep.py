@@ -52,9 +52,10 @@ def read_sweep_results(folder: Path) -> SweepResults:
     jobs = [_read_job(folder, typed(job, JOB_FIELDS), folders) for job in sweep["jobs"]]
     for job in jobs:
         job.is_added_seed = is_added_seed(job.swept, sweep["swept"])
-    if sweep["sweeper"] == "grid":  # no search decides about a job that train.stop_at has ended
-        for job in jobs:
-            job.status = "interrupted" if job.status == "paused" else job.status
+        if (
+            sweep["sweeper"] == "grid" and job.status == "paused"
+        ):  # no search decides about it: train.stop_at has ended it
+            job.status = "interrupted"
     keys = dict.fromkeys([*map(str, sweep["swept"]), *(key for job in jobs for key in job.swept)])
     _compare_data(jobs)
     ranked_by = next((kind for kind in LOSS_KINDS if any(kind in job.final for job in jobs)), "training")
