@@ -29,7 +29,6 @@ from runner.reporting.runs import (
     is_file,
     read_override_list,
     split_names,
-    typed,
 )
 from runner.reporting.statistics import (
     MAX_LOSS,
@@ -44,7 +43,7 @@ from runner.reporting.statistics import (
 )
 from runner.reporting.sweep_results import own_train_command
 from runner.run_dir.best_job import SEED_KEY, comparison_problem, model_score
-from runner.run_dir.contents import RUN_FILE, enclosing_run, is_sweep_dir, size_of
+from runner.run_dir.contents import RUN_FILE, enclosing_run, is_sweep_dir, size_of, typed
 from runner.run_dir.saved_config import OVERRIDES_FILE
 
 MIN_SEEDS = 3  # of an arm with the seeds that `add_seeds` trains

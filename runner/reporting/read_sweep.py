@@ -19,10 +19,8 @@ from runner.reporting.runs import (
     Run,
     as_dict,
     read_override_list,
-    read_sweep_file,
     subfolders,
     sweep_status,
-    typed,
 )
 from runner.reporting.sweep_results import (
     JOB_STATUSES,
@@ -34,22 +32,17 @@ from runner.reporting.sweep_results import (
     result_rows,
 )
 from runner.run_dir.best_job import SEED_KEY, is_added_seed, model_score, parse_number
-from runner.run_dir.contents import parse_time
+from runner.run_dir.contents import JOB_FIELDS, parse_time, read_sweep_file
 from runner.run_dir.saved_config import OVERRIDES_FILE
 
 LR_KEY, SEEDS_KEY = "optimizer.lr", "sweep.seeds"
 DATA_KEY_PREFIXES = ("data", "stage", "experiment", "model")  # swept keys that change the training data or its rows
 ROW_DRAWS = ("data.system_prob", "data.empty_think_prob")  # settings by which the seed draws parts of the rows
-# Fields of a job in sweep.json and their defaults.
-JOB_FIELDS = {
-    **dict.fromkeys(("name", "status", "error", "started", "ended", "outcome", "loss"), ""),
-    **{"overrides": {}, "last_lines": [], "applied_overrides": []},
-}
 
 
 def read_sweep_results(folder: Path) -> SweepResults:
     sweep, folders = read_sweep_file(folder), subfolders(folder)
-    jobs = [_read_job(folder, typed(job, JOB_FIELDS), folders) for job in sweep["jobs"]]
+    jobs = [_read_job(folder, job, folders) for job in sweep["jobs"]]
     for job in jobs:
         job.is_added_seed = is_added_seed(job.swept, sweep["swept"])
         if (
@@ -83,7 +76,7 @@ def _read_job(sweep: Path, recorded: dict[str, Any], folders: set[str]) -> JobRe
     """
     job = JobResult(
         recorded["name"],
-        {str(key): str(value) for key, value in recorded["overrides"].items()},
+        recorded["overrides"],
         recorded["status"] if recorded["status"] in JOB_STATUSES else "new",
         recorded["error"],
         [*map(str, recorded["last_lines"])],
@@ -95,7 +88,7 @@ def _read_job(sweep: Path, recorded: dict[str, Any], folders: set[str]) -> JobRe
     job.extended = [*map(str, recorded["applied_overrides"])]
     if (status := _job_status(job.status, recorded, run)) != job.status:
         # error and loss of sweep.json belong to an earlier attempt
-        job.status, job.error, job.last_lines, recorded = status, "", [], typed({}, JOB_FIELDS)
+        job.status, job.error, job.last_lines, recorded = status, "", [], JOB_FIELDS
     if job.status == "failed":
         job.error = job.error or fields["error"]
     if job.status == "paused":
