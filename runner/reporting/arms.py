@@ -27,7 +27,6 @@ from runner.reporting.runs import (
     as_dict,
     differing_values,
     is_file,
-    read_override_list,
     split_names,
 )
 from runner.reporting.statistics import (
@@ -44,7 +43,6 @@ from runner.reporting.statistics import (
 from runner.reporting.sweep_results import own_train_command
 from runner.run_dir.best_job import SEED_KEY, comparison_problem, model_score
 from runner.run_dir.contents import RUN_FILE, enclosing_run, is_sweep_dir, size_of, typed
-from runner.run_dir.saved_config import OVERRIDES_FILE
 
 MIN_SEEDS = 3  # of an arm with the seeds that `add_seeds` trains
 # what runs of one arm must have in common beside their settings
@@ -108,7 +106,7 @@ class Arm:
             return ""
         unused = (seed for seed in range(1, MAX_SEEDS) if seed not in known)
         new = [str(next(unused)) for _ in range(max(1, MIN_SEEDS - len(self.runs)))]
-        own = [each for each in read_override_list(run.folder / OVERRIDES_FILE) if not each.startswith(f"{SEED_KEY}=")]
+        own = [each for each in run.overrides if not each.startswith(f"{SEED_KEY}=")]
         return own_train_command(own, "--multirun", f"{SEED_KEY}={','.join(new)}")
 
 
@@ -248,13 +246,12 @@ def _read_arm(name: str, given: str) -> Arm:
 def _best_point(sweep: Path, setting: str) -> tuple[list[ComparedRun], int]:
     """Return the jobs of the best point of a sweep, and the number of points it was chosen from."""
     results = read_sweep_results(sweep)
-    ranked = [row for row in results.rows if row.rank is not None]
-    if not ranked:
+    if not results.ranked:
         reason = results.problem or "no point has all of its jobs completed and evaluated"
         raise UserError(
             f"this sweep has no best point: {reason}", setting, f"name its jobs; or {results.resume_command}"
         )
-    completed = [job.run_dir for job in ranked[0].jobs if job.run_dir and job.status == "completed"]
+    completed = [job.run_dir for job in results.ranked[0].jobs if job.run_dir and job.status == "completed"]
     return [*map(ComparedRun.read, completed)], len(results.rows)
 
 

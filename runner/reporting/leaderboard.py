@@ -156,6 +156,7 @@ def describe_sweep_end(folder: Path) -> tuple[str, dict[str, Any]]:
     sweep = read_sweep_results(folder.absolute())
     verdict = sweep_verdict(sweep)
     commands = next_sweep_commands(sweep, verdict)
+    score = verdict.winner.score if verdict.winner else None
     lines = [*_leaders(sweep, verdict), *labelled_lines(_rows(sweep, verdict).items())]
     lines += next_lines([each for each in commands if each[1] != CONTINUE], LINE_WIDTH)
     event = {
@@ -163,7 +164,7 @@ def describe_sweep_end(folder: Path) -> tuple[str, dict[str, Any]]:
         "status": sweep.status,
         "winner": verdict.name or None,
         "job": verdict.job.name if verdict.job else None,
-        "loss": verdict.winner.score.mean if verdict.winner and verdict.winner.score else None,
+        "loss": score.mean if score else None,
         "certainty": verdict.certainty,
         "told_apart": verdict.is_sure,
         "judged_on": verdict.judged_on,
@@ -227,10 +228,9 @@ def _leaders(sweep: SweepResults, verdict: SweepVerdict) -> list[str]:
 
 def _rows(sweep: SweepResults, verdict: SweepVerdict) -> dict[str, str]:
     rows = {"jobs": sweep.status_counts()}
-    if verdict.winner is not None and verdict.winner.score is not None:
-        rows["winner" if verdict.is_sure and sweep.status == "completed" else "best"] = (
-            f"{verdict.name}, {sweep.ranked_by} loss {loss_text(verdict.winner.score)}"
-        )
+    if verdict.winner:
+        title = "winner" if verdict.is_sure and sweep.status == "completed" else "best"
+        rows[title] = f"{verdict.name}, {sweep.ranked_by} loss {loss_text(verdict.winner.score)}"
     rows |= {"certainty": verdict.certainty} | ({"judged on": verdict.judged_on} if verdict.judged_on else {})
     if verdict.job and verdict.job.run_dir and verdict.job.model:
         rows["model"] = f"{display_path(verdict.job.run_dir / 'model')} ({verdict.job.model})"

@@ -30,7 +30,7 @@ from runner.run_dir.contents import (
     typed,
 )
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.saved_config import CONFIG_FILE, load_saved_config, load_yaml
+from runner.run_dir.saved_config import CONFIG_FILE, OVERRIDES_FILE, load_saved_config, load_yaml
 
 MAX_TRUNK = 1000  # characters of the path of the run that a branch continues
 STEP_DIGITS = 15  # of a number of steps
@@ -116,6 +116,10 @@ class Run:
     @property
     def settings(self) -> dict[str, str]:
         return saved_settings(self.folder)
+
+    @property
+    def overrides(self) -> list[str]:
+        return read_override_list(self.folder / OVERRIDES_FILE)
 
 
 def run_status(fields: Mapping[str, Any]) -> str:

@@ -231,9 +231,14 @@ class SweepResults:
         return any(SEED_KEY in job.swept for job in self.jobs)
 
     @property
+    def ranked(self) -> list[ResultRow]:
+        """The rows with a rank, best first."""
+        return [row for row in self.rows if row.rank is not None]
+
+    @property
     def best(self) -> JobResult | None:
         """The job with the lowest loss among those of the first row; None if no row is ranked."""
-        jobs = self.rows[0].jobs if self.rows and self.rows[0].rank == 1 else []
+        jobs = self.ranked[0].jobs if self.ranked else []
         completed = [job for job in jobs if job.status == "completed"]  # not a seed of sweep.budget that is paused
         return min(completed, key=lambda job: job.score(self.ranked_by) or 0.0, default=None)
 
@@ -270,8 +275,8 @@ class SweepResults:
         if last_value(self.shared_overrides, "sweep.transfer") != "mup":
             return ""
         wide = [override for override in self.shared_overrides if key_of(override) in WIDTH_KEYS]
-        own = [argument for argument in shlex.split(self.job_command(job)) if key_of(argument) not in WIDTH_KEYS]
-        return shlex.join([*own, *wide])
+        own = [override for override in self._overrides_of(job) if key_of(override) not in WIDTH_KEYS]
+        return own_train_command(own, *wide)
 
     def command_note(self, job: JobResult) -> str:
         """Return which overrides `job_command` leaves out because they name code or a hub, and which options are in no

@@ -81,7 +81,7 @@ def sweep_verdict(sweep: SweepResults) -> SweepVerdict:
     if job is None:
         unranked = "no point has all of its jobs completed and evaluated" if sweep.jobs else "the sweep has no jobs"
         return SweepVerdict(None, None, f"no winner: {sweep.problem or unranked}", judged_on=_judged_on(sweep))
-    ranked = [row for row in sweep.rows if row.rank is not None]
+    ranked = sweep.ranked
     ties = [row for row in ranked[1:] if row.rank == 1]
     unknown = [row for row in ranked[1:] if row.rank != 1 and not row.differs]
     has_seeds, is_branch = len(ranked[0].jobs) > 1, KEEP in job.launches[-1]
