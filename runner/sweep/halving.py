@@ -184,9 +184,6 @@ class HalvingSearch(RungSearch):
         }
 
     def job_ended(self, job: SweepJob) -> None:
-        if self.is_due(job):
+        if not self.finish_rung(job):
             self.ended.add(job.name)
-        else:
-            self.record_pause(job)
-            self.check_rung(job)
         del self.targets[job.name]
