@@ -26,7 +26,7 @@ from runner.reporting.read_sweep import read_sweep_results
 from runner.reporting.runs import REPORT_FILE
 from runner.reporting.sweep_page import sweep_page
 from runner.reporting.sweep_results import ResultRow, SweepResults
-from runner.reporting.verdict import SweepVerdict, sweep_verdict
+from runner.reporting.verdict import SweepVerdict
 from runner.run_dir.best_job import SEED_KEY, parse_number
 from runner.tracking.bar import (
     LINE_WIDTH,
@@ -103,7 +103,7 @@ def leaderboard_text(folder: Path) -> str:
         text.append("")
     for job in explained:
         text.append(": ".join(filter(None, [job.label, with_note(job.status, job), job.reason])))
-    verdict = sweep_verdict(sweep)
+    verdict = SweepVerdict(sweep)
     if sweep.problem:
         text += ["", f"no best job: {sweep.problem}"]
     elif verdict.winner:
@@ -154,7 +154,7 @@ def _csv_cell(value: object) -> str:
 def describe_sweep_end(folder: Path) -> tuple[str, dict[str, Any]]:
     """Return the last lines of the sweep in `folder`, and the same as JSON values."""
     sweep = read_sweep_results(folder.absolute())
-    verdict = sweep_verdict(sweep)
+    verdict = SweepVerdict(sweep)
     commands = next_sweep_commands(sweep, verdict)
     score = verdict.winner.score if verdict.winner else None
     lines = [*_leaders(sweep, verdict), *labelled_lines(_rows(sweep, verdict).items())]

@@ -18,7 +18,7 @@ from runner.reporting.page_kit import (
 )
 from runner.reporting.runs import REPORT_FILE, differing_values, whole_number
 from runner.reporting.sweep_results import JobResult, ResultRow, SweepResults, last_value
-from runner.reporting.verdict import Importance, setting_effects, setting_importance, sorted_values, sweep_verdict
+from runner.reporting.verdict import Importance, SweepVerdict, setting_effects, setting_importance, sorted_values
 from runner.tracking.lines import format_seconds
 
 # last lines of a failed job; characters of one; of all jobs together
@@ -39,7 +39,7 @@ def sweep_page(sweep: SweepResults, is_final: bool = True) -> str:
     The importance of settings takes seconds to calculate: it is left out unless `is_final`.
     """
     later = Importance(reason="it is calculated when the sweep ends, and by report.py")
-    verdict, styles = sweep_verdict(sweep), row_styles(sweep)
+    verdict, styles = SweepVerdict(sweep), row_styles(sweep)
     settings = [job.settings for job in sweep.jobs]
     columns = [column for column in table_columns(sweep) if column.title]
     return render(

@@ -20,7 +20,7 @@ from common.guarded_files import last_records
 from runner.engine.config import BUDGET
 from runner.reporting.read_sweep import read_sweep_results
 from runner.reporting.sweep_results import ResultRow, SweepResults
-from runner.reporting.verdict import sweep_verdict
+from runner.reporting.verdict import SweepVerdict
 from runner.run_dir.best_job import SEED_KEY
 from runner.sweep.grid import Search
 from runner.sweep.halving import HalvingSearch
@@ -196,7 +196,7 @@ class BudgetSearch(SeedSearch):
 
     def _widen(self, sweep: SweepResults) -> bool:
         """Add the next value beyond each edge of the range at which the best point is; return whether there is one."""
-        verdict = sweep_verdict(sweep)
+        verdict = SweepVerdict(sweep)
         edges = [edge for edge in verdict.edges if edge.command]
         if verdict.winner is None or not edges or self.spent() > WIDENED_BEFORE * self.budget.amount:
             return False
