@@ -18,7 +18,7 @@ from runner.config.resolve import resolve_run
 from runner.diagnostics.symptoms import finite_number
 from runner.inference.evaluate import EVALUATIONS_FILE, current_evaluations
 from runner.reporting.columns import loss_text
-from runner.reporting.compare import FACTS, ComparedRun, Comparison, compare_runs, shortened_table
+from runner.reporting.compare import FACTS, ComparedRun, Comparison, shortened_table
 from runner.reporting.metrics import iter_records
 from runner.reporting.read_sweep import read_sweep_results
 from runner.reporting.runs import (
@@ -27,9 +27,7 @@ from runner.reporting.runs import (
     as_dict,
     differing_values,
     is_file,
-    read_override_list,
     split_names,
-    typed,
 )
 from runner.reporting.statistics import (
     MAX_LOSS,
@@ -44,8 +42,7 @@ from runner.reporting.statistics import (
 )
 from runner.reporting.sweep_results import own_train_command
 from runner.run_dir.best_job import SEED_KEY, comparison_problem, model_score
-from runner.run_dir.contents import RUN_FILE, enclosing_run, is_sweep_dir, size_of
-from runner.run_dir.saved_config import OVERRIDES_FILE
+from runner.run_dir.contents import RUN_FILE, enclosing_run, is_sweep_dir, size_of, typed
 
 MIN_SEEDS = 3  # of an arm with the seeds that `add_seeds` trains
 # what runs of one arm must have in common beside their settings
@@ -109,7 +106,7 @@ class Arm:
             return ""
         unused = (seed for seed in range(1, MAX_SEEDS) if seed not in known)
         new = [str(next(unused)) for _ in range(max(1, MIN_SEEDS - len(self.runs)))]
-        own = [each for each in read_override_list(run.folder / OVERRIDES_FILE) if not each.startswith(f"{SEED_KEY}=")]
+        own = [each for each in run.overrides if not each.startswith(f"{SEED_KEY}=")]
         return own_train_command(own, "--multirun", f"{SEED_KEY}={','.join(new)}")
 
 
@@ -222,7 +219,7 @@ def compare_arms(given: dict[str, str]) -> ArmComparison:
         fix = "train all with the same validation rows (data.val_path), tokenizer, data.max_length and stage; or export them (export.py), measure all with evaluate.py, and compare the exported folders"
         settings = " ".join(arm.setting for arm in arms)
         raise UserError(f"the runs cannot be compared: they were judged {problem}", settings, fix)
-    comparison = ArmComparison(arms, compare_runs(runs))
+    comparison = ArmComparison(arms, Comparison(runs))
     for arm in arms:
         _check_one_arm(arm)
     return comparison
@@ -249,14 +246,13 @@ def _read_arm(name: str, given: str) -> Arm:
 def _best_point(sweep: Path, setting: str) -> tuple[list[ComparedRun], int]:
     """Return the jobs of the best point of a sweep, and the number of points it was chosen from."""
     results = read_sweep_results(sweep)
-    ranked = [row for row in results.rows if row.rank is not None]
-    if not ranked:
+    if not results.ranked:
         reason = results.problem or "no point has all of its jobs completed and evaluated"
         raise UserError(
             f"this sweep has no best point: {reason}", setting, f"name its jobs; or {results.resume_command}"
         )
-    completed = [job for job in ranked[0].jobs if job.status == "completed"]
-    return [ComparedRun.read(sweep / str(job.folder)) for job in completed], len(results.rows)
+    completed = [job.run_dir for job in results.ranked[0].jobs if job.run_dir and job.status == "completed"]
+    return [*map(ComparedRun.read, completed)], len(results.rows)
 
 
 def _use_results_of_evaluate(runs: list[ComparedRun]) -> None:

@@ -15,13 +15,12 @@ from common.errors import TrainingError, UserError, did_you_mean_path, print_saf
 from common.paths import display_path, outputs_dir
 from runner.config.compose import compose_config
 from runner.reporting.compare import compare_page, compare_text, read_comparison
-from runner.reporting.leaderboard import LEADERBOARD_FILE, leaderboard_text, resolve_sweep, update_report
+from runner.reporting.leaderboard import LEADERBOARD_FILE, leaderboard_text, resolve_sweep
 from runner.reporting.page_kit import write_text
-from runner.reporting.page_server import comparison_bytes, folder_pages, list_pages, serve_pages
+from runner.reporting.page_server import comparison_bytes, folder_pages, list_pages, serve_pages, write_page
 from runner.reporting.run_facts import run_text
 from runner.reporting.run_list import file_link, list_page, list_text, scan_runs
-from runner.reporting.run_page import write_run_page
-from runner.reporting.runs import REPORT_FILE, Run, as_dict, expand_sweeps, is_file, resolve_runs
+from runner.reporting.runs import Run, as_dict, expand_sweeps, is_file, resolve_runs
 from runner.run_dir.contents import find_runs, is_sweep_dir
 from runner.run_dir.saved_config import load_saved_config
 from runner.tracking.config import TRACKERS, ExternalTrackerConfig
@@ -105,7 +104,7 @@ def _report_folder(folder: Path, cfg: ReportConfig) -> None:
     else:
         print_safely(f"{run_text(folder)}\n\npage: {page}")
     if cfg.serve:
-        serve_pages(str(folder), folder_pages(folder, lambda: write_page(folder)), cfg.port)
+        serve_pages(str(folder), folder_pages(folder), cfg.port)
 
 
 def _report_comparison(folders: list[Path], cfg: ReportConfig) -> None:
@@ -153,14 +152,6 @@ def output_file(name: str | None, default: Path) -> Path:
         raise UserError(f"{path} is no regular file", f"to={path}", "to=FILE.html with another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def write_page(folder: Path) -> Path:
-    """Write report.html of the run or sweep in `folder` again; return its path."""
-    if not is_sweep_dir(folder):
-        return write_run_page(folder)
-    update_report(folder)
-    return folder / REPORT_FILE
 
 
 def is_tracker(name: str | None) -> bool:

@@ -89,8 +89,24 @@ RUN_COLUMNS = (
 @dataclass
 class Comparison:
     runs: list[ComparedRun]
-    problem: str | None  # why the evaluation losses cannot be compared
-    notes: list[str]  # what else differs and changes what a loss means
+
+    def __post_init__(self) -> None:
+        _set_labels(self.runs)
+
+    @cached_property
+    def problem(self) -> str | None:
+        """Why the evaluation losses of the runs cannot be compared; None if they can."""
+        if len(self.runs) < 2:
+            return None
+        if problem := comparison_problem(run.fields["evaluation"] for run in self.runs):
+            return f"the runs were judged {problem}"
+        unknown = [run.label for run in self.runs if len(run.metrics.eval) and not run.evaluation]
+        return f"run.json does not say what was evaluated: {listed(unknown, MAX_LISTED_RUNS)}" if unknown else None
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What else differs and changes what a loss means."""
+        return [*_notes(self.runs)]
 
     @cached_property
     def differing(self) -> list[tuple[str, list[str]]]:
@@ -116,12 +132,7 @@ def read_comparison(folders: list[Path]) -> Comparison:
             f"run= with {len(folders)} runs",
             "name fewer runs",
         )
-    return compare_runs([*map(ComparedRun.read, folders)])
-
-
-def compare_runs(runs: list[ComparedRun]) -> Comparison:
-    _set_labels(runs)
-    return Comparison(runs, _problem(runs), [*_notes(runs)])
+    return Comparison([*map(ComparedRun.read, folders)])
 
 
 def _set_labels(runs: list[ComparedRun]) -> None:
@@ -142,16 +153,6 @@ def _label(run: ComparedRun, parts: int) -> str:
     if run.name:
         return run.name if parts == 1 else f"{run.name} ({'/'.join(path[-parts:])})"
     return "/".join(path[-(parts if is_sweep_dir(run.folder.parent) else parts + 1) :])
-
-
-def _problem(runs: list[ComparedRun]) -> str | None:
-    """Return why the evaluation losses of the runs cannot be compared; None if they can."""
-    if len(runs) < 2:
-        return None
-    if problem := comparison_problem(run.fields["evaluation"] for run in runs):
-        return f"the runs were judged {problem}"
-    unknown = [run.label for run in runs if len(run.metrics.eval) and not run.evaluation]
-    return f"run.json does not say what was evaluated: {listed(unknown, MAX_LISTED_RUNS)}" if unknown else None
 
 
 def _notes(runs: list[ComparedRun]) -> Iterator[str]:

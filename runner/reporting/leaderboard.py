@@ -26,7 +26,7 @@ from runner.reporting.read_sweep import read_sweep_results
 from runner.reporting.runs import REPORT_FILE
 from runner.reporting.sweep_page import sweep_page
 from runner.reporting.sweep_results import ResultRow, SweepResults
-from runner.reporting.verdict import SweepVerdict, sweep_verdict
+from runner.reporting.verdict import SweepVerdict
 from runner.run_dir.best_job import SEED_KEY, parse_number
 from runner.tracking.bar import (
     LINE_WIDTH,
@@ -91,7 +91,7 @@ def leaderboard_text(folder: Path) -> str:
     seed = [SEED_KEY] * sweep.has_seeds
     table = [["", *sweep.shown_keys, *seed, *(column.title for column in columns)]]
     for row in sweep.rows:
-        for line in [row, *row.members]:
+        for line in row.lines:
             rank = _rank(line) if line.rank or line is row else ""
             swept = [swept_text(row, key) if line is row else "" for key in sweep.shown_keys]
             cells = [rank, *swept, *[line.seed for _ in seed], *(column.cell(line) for column in columns)]
@@ -103,7 +103,7 @@ def leaderboard_text(folder: Path) -> str:
         text.append("")
     for job in explained:
         text.append(": ".join(filter(None, [job.label, with_note(job.status, job), job.reason])))
-    verdict = sweep_verdict(sweep)
+    verdict = SweepVerdict(sweep)
     if sweep.problem:
         text += ["", f"no best job: {sweep.problem}"]
     elif verdict.winner:
@@ -111,8 +111,8 @@ def leaderboard_text(folder: Path) -> str:
     if best := sweep.best:
         text += ["", f"{with_note('best job', best)}: {sweep.job_command(best)}"]
         text += filter(None, [sweep.command_note(best)])
-        if best.model and best.folder:
-            text.append(f"its model: {sweep.folder / best.folder} ({best.model})")
+        if best.model:
+            text.append(f"its model: {best.run_dir} ({best.model})")
     if sweep.is_unfinished and not sweep.is_running:
         text += ["", f"continue with: {sweep.resume_command}"]
     return strip_control("\n".join(text))
@@ -131,7 +131,7 @@ def leaderboard_csv(sweep: SweepResults) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(map(_csv_cell, ["row", "rank", *sweep.shown_keys, SEED_KEY, *(column.key for column in columns)]))
     for row in sweep.rows:
-        for line in [row, *row.members]:
+        for line in row.lines:
             swept = [trained_value(line, key) for key in sweep.shown_keys]
             identity = ["point" if line is row else "job", line.rank, *swept, "" if line.members else line.seed]
             writer.writerow(map(_csv_cell, [*identity, *(column.csv_value(line) for column in columns)]))
@@ -154,8 +154,9 @@ def _csv_cell(value: object) -> str:
 def describe_sweep_end(folder: Path) -> tuple[str, dict[str, Any]]:
     """Return the last lines of the sweep in `folder`, and the same as JSON values."""
     sweep = read_sweep_results(folder.absolute())
-    verdict = sweep_verdict(sweep)
+    verdict = SweepVerdict(sweep)
     commands = next_sweep_commands(sweep, verdict)
+    score = verdict.winner.score if verdict.winner else None
     lines = [*_leaders(sweep, verdict), *labelled_lines(_rows(sweep, verdict).items())]
     lines += next_lines([each for each in commands if each[1] != CONTINUE], LINE_WIDTH)
     event = {
@@ -163,7 +164,7 @@ def describe_sweep_end(folder: Path) -> tuple[str, dict[str, Any]]:
         "status": sweep.status,
         "winner": verdict.name or None,
         "job": verdict.job.name if verdict.job else None,
-        "loss": verdict.winner.score.mean if verdict.winner and verdict.winner.score else None,
+        "loss": score.mean if score else None,
         "certainty": verdict.certainty,
         "told_apart": verdict.is_sure,
         "judged_on": verdict.judged_on,
@@ -227,13 +228,12 @@ def _leaders(sweep: SweepResults, verdict: SweepVerdict) -> list[str]:
 
 def _rows(sweep: SweepResults, verdict: SweepVerdict) -> dict[str, str]:
     rows = {"jobs": sweep.status_counts()}
-    if verdict.winner is not None and verdict.winner.score is not None:
-        rows["winner" if verdict.is_sure and sweep.status == "completed" else "best"] = (
-            f"{verdict.name}, {sweep.ranked_by} loss {loss_text(verdict.winner.score)}"
-        )
+    if verdict.winner:
+        title = "winner" if verdict.is_sure and sweep.status == "completed" else "best"
+        rows[title] = f"{verdict.name}, {sweep.ranked_by} loss {loss_text(verdict.winner.score)}"
     rows |= {"certainty": verdict.certainty} | ({"judged on": verdict.judged_on} if verdict.judged_on else {})
-    if verdict.job is not None and verdict.job.folder and verdict.job.model:
-        rows["model"] = f"{display_path(sweep.folder / verdict.job.folder / 'model')} ({verdict.job.model})"
+    if verdict.job and verdict.job.run_dir and verdict.job.model:
+        rows["model"] = f"{display_path(verdict.job.run_dir / 'model')} ({verdict.job.model})"
     return rows | {
         "page": display_path(sweep.folder / REPORT_FILE),
         "leaderboard": display_path(sweep.folder / LEADERBOARD_FILE),

@@ -17,11 +17,12 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from common.errors import UserError, one_line, print_safely
 from common.limits import HEADER_SECONDS
 from runner.reporting.compare import compare_page, read_comparison
+from runner.reporting.leaderboard import update_report
 from runner.reporting.page_kit import encode_page
 from runner.reporting.read_sweep import read_sweep_results
 from runner.reporting.run_facts import RunReport
 from runner.reporting.run_list import list_page, scan_runs, served_link
-from runner.reporting.run_page import run_page
+from runner.reporting.run_page import run_page, write_run_page
 from runner.reporting.runs import REPORT_FILE, expand_sweeps, is_file, job_folders
 from runner.reporting.sweep_page import sweep_page
 from runner.run_dir.contents import RUN_FILE, SWEEP_FILE, check_run_files, is_sweep_dir
@@ -190,14 +191,20 @@ def run_folder(root: Path, name: str) -> Path | None:
     return root / name if is_below and any(is_file(folder / file) for file in (RUN_FILE, SWEEP_FILE)) else None
 
 
-def folder_pages(folder: Path, write: Callable[[], Path]) -> Pages:
-    """Return the pages of a server for a run or sweep: the file that `write` returns and, below it, those of the jobs
-    of a sweep.
-    """
+def write_page(folder: Path) -> Path:
+    """Write report.html of the run or sweep in `folder` again; return its path."""
+    if not is_sweep_dir(folder):
+        return write_run_page(folder)
+    update_report(folder)
+    return folder / REPORT_FILE
+
+
+def folder_pages(folder: Path) -> Pages:
+    """Return the pages of a server for a run or sweep: its report.html and, below it, those of the jobs of a sweep."""
 
     def pages(path: str, query: dict[str, list[str]]) -> bytes | None:
         if not path:
-            return write().read_bytes()
+            return write_page(folder).read_bytes()
         name = path.removesuffix(REPORT_FILE).rstrip("/")
         return next((page_bytes(job) for job in job_folders(folder) if job.name == name), None)
 

@@ -19,11 +19,8 @@ from runner.reporting.runs import (
     Run,
     as_dict,
     read_override_list,
-    read_sweep_file,
-    saved_settings,
     subfolders,
     sweep_status,
-    typed,
 )
 from runner.reporting.sweep_results import (
     JOB_STATUSES,
@@ -35,29 +32,25 @@ from runner.reporting.sweep_results import (
     result_rows,
 )
 from runner.run_dir.best_job import SEED_KEY, is_added_seed, model_score, parse_number
-from runner.run_dir.contents import parse_time
+from runner.run_dir.contents import JOB_FIELDS, parse_time, read_sweep_file
 from runner.run_dir.saved_config import OVERRIDES_FILE
 
 LR_KEY, SEEDS_KEY = "optimizer.lr", "sweep.seeds"
 DATA_KEY_PREFIXES = ("data", "stage", "experiment", "model")  # swept keys that change the training data or its rows
 ROW_DRAWS = ("data.system_prob", "data.empty_think_prob")  # settings by which the seed draws parts of the rows
-# Fields of a job in sweep.json and their defaults.
-JOB_FIELDS = {
-    **dict.fromkeys(("name", "status", "error", "started", "ended", "outcome", "loss"), ""),
-    **{"overrides": {}, "last_lines": [], "applied_overrides": []},
-}
 
 
 def read_sweep_results(folder: Path) -> SweepResults:
     sweep, folders = read_sweep_file(folder), subfolders(folder)
-    jobs = [_read_job(folder, typed(job, JOB_FIELDS), folders) for job in sweep["jobs"]]
+    jobs = [_read_job(folder, job, folders) for job in sweep["jobs"]]
     for job in jobs:
         job.is_added_seed = is_added_seed(job.swept, sweep["swept"])
-    if sweep["sweeper"] == "grid":  # no search decides about a job that train.stop_at has ended
-        for job in jobs:
-            job.status = "interrupted" if job.status == "paused" else job.status
+        if (
+            sweep["sweeper"] == "grid" and job.status == "paused"
+        ):  # no search decides about it: train.stop_at has ended it
+            job.status = "interrupted"
     keys = dict.fromkeys([*map(str, sweep["swept"]), *(key for job in jobs for key in job.swept)])
-    _compare_data(folder, jobs)
+    _compare_data(jobs)
     ranked_by = next((kind for kind in LOSS_KINDS if any(kind in job.final for job in jobs)), "training")
     shared = [*map(str, sweep["overrides"])]
     status, is_running = sweep_status(folder, sweep["status"])
@@ -71,7 +64,7 @@ def read_sweep_results(folder: Path) -> SweepResults:
         ranked_by=ranked_by,
         rows=result_rows(jobs, ranked_by, int(parse_number(last_value(shared, SEEDS_KEY) or "") or 0)),
         sweeper=sweep["sweeper"],
-        scaled_keys=_set_trained_values(folder, jobs, shared),
+        scaled_keys=_set_trained_values(jobs, shared),
         is_running=is_running,
     )
 
@@ -83,25 +76,25 @@ def _read_job(sweep: Path, recorded: dict[str, Any], folders: set[str]) -> JobRe
     """
     job = JobResult(
         recorded["name"],
-        {str(key): str(value) for key, value in recorded["overrides"].items()},
+        recorded["overrides"],
         recorded["status"] if recorded["status"] in JOB_STATUSES else "new",
         recorded["error"],
         [*map(str, recorded["last_lines"])],
     )
     if job.name not in folders:
         return job
-    run, job.folder = Run.read(sweep / job.name), job.name
-    fields, job.began = run.fields, run.began
+    run = Run.read(sweep / job.name)
+    fields, job.run_dir, job.began = run.fields, run.folder, run.began
     job.extended = [*map(str, recorded["applied_overrides"])]
     if (status := _job_status(job.status, recorded, run)) != job.status:
         # error and loss of sweep.json belong to an earlier attempt
-        job.status, job.error, job.last_lines, recorded = status, "", [], typed({}, JOB_FIELDS)
+        job.status, job.error, job.last_lines, recorded = status, "", [], JOB_FIELDS
     if job.status == "failed":
         job.error = job.error or fields["error"]
     if job.status == "paused":
         done = fields["step"] / run.total_steps if run.total_steps else 0.0
         # sweep.budget may have stopped it before its rung
-        job.stop_at = min(parse_number(run.settings.get(STOP_KEY, "")) or 1.0, done)
+        job.stop_at = min(parse_number(job.settings.get(STOP_KEY, "")) or 1.0, done)
     earlier = sorted((run.folder / ".hydra").glob("history/*/overrides.yaml"))
     launches = [read_override_list(path) for path in (*earlier, run.folder / OVERRIDES_FILE)]
     # the rungs of a search are no settings of the job
@@ -151,7 +144,7 @@ def _set_losses(job: JobResult, fields: dict[str, Any]) -> None:
                 job.best[kind] = best, count_number(values.get("best_step")) or step
 
 
-def _set_trained_values(folder: Path, jobs: list[JobResult], shared: list[str]) -> list[str]:
+def _set_trained_values(jobs: list[JobResult], shared: list[str]) -> list[str]:
     """Set `trained` of jobs whose learning rate sweep.lr_scale has changed; return [the key] if it is not swept, so
     that it is shown all the same.
     """
@@ -162,12 +155,12 @@ def _set_trained_values(folder: Path, jobs: list[JobResult], shared: list[str]) 
     if not any(job.trained for job in jobs) or any(LR_KEY in job.swept for job in jobs):
         return []
     for job in jobs:  # the job that the others are scaled to has no override
-        if job.folder and not job.trained and LR_KEY in (settings := saved_settings(folder / job.folder)):
+        if not job.trained and LR_KEY in (settings := job.settings):
             job.trained[LR_KEY] = settings[LR_KEY]
     return [LR_KEY]
 
 
-def _compare_data(folder: Path, jobs: list[JobResult]) -> None:
+def _compare_data(jobs: list[JobResult]) -> None:
     """Set `differs_from` of jobs whose data differ from those of the first job with the same data overrides: a file has
     changed in between.
 
@@ -176,17 +169,16 @@ def _compare_data(folder: Path, jobs: list[JobResult]) -> None:
     first: dict[tuple, tuple[str, Any]] = {}  # what is equal in a group of jobs -> name and value of its first job
     for job in jobs:
         fingerprint, rows = job.data_identity
-        if fingerprint is None or job.folder is None:
+        if fingerprint is None:
             continue
         point = tuple(sorted((key, value) for key, value in job.swept.items() if key.startswith(DATA_KEY_PREFIXES)))
-        seed = job.swept.get(SEED_KEY) if _seed_draws_rows(folder / job.folder) else ""
+        seed = job.swept.get(SEED_KEY) if _seed_draws_rows(job.settings) else ""
         for group, value in ((("rows", point), rows), (("fingerprint", point, seed), fingerprint)):
             name, other = first.setdefault(group, (job.name, value))
             if None not in (value, other) and value != other:
                 job.differs_from = job.differs_from or name
 
 
-def _seed_draws_rows(run_dir: Path) -> bool:
+def _seed_draws_rows(settings: dict[str, str]) -> bool:
     """Return whether the rows of a run depend on its seed; of a config that cannot be read, too."""
-    settings = saved_settings(run_dir)
     return any(parse_number(settings.get(key, "1")) != 0 for key in ROW_DRAWS)

@@ -24,9 +24,9 @@ from common.settings import as_typed, flat_settings
 from runner.checkpoint.atomic_dir import step_names
 from runner.config.compose import compose_values
 from runner.reporting.metrics import MAX_METRICS_BYTES, Metrics, count_number, iter_records, metrics_of
-from runner.reporting.runs import Run, as_dict, longer_override, read_override_list
+from runner.reporting.runs import Run, as_dict, longer_override
 from runner.run_dir.best_job import parse_number
-from runner.run_dir.saved_config import OVERRIDES_FILE, REPO_INTERPOLATION
+from runner.run_dir.saved_config import REPO_INTERPOLATION
 from runner.tracking.lines import format_seconds, format_size, remaining_seconds
 from runner.tracking.progress import folder_bytes
 from runner.tracking.run_end import STAGE_METRICS, commands_after_divergence, commands_to_continue, next_commands
@@ -84,10 +84,6 @@ class RunReport(Run):
     def evaluations(self) -> list[dict[str, Any]]:
         """The newest records of evaluations.jsonl."""
         return [*deque(iter_records(self.folder / "evaluations.jsonl"), maxlen=MAX_EVALUATIONS)]
-
-    @property
-    def overrides(self) -> list[str]:
-        return read_override_list(self.folder / OVERRIDES_FILE)
 
     @cached_property
     def compared_settings(self) -> list[Setting]:

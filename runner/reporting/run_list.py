@@ -29,12 +29,11 @@ from runner.reporting.runs import (
     as_dict,
     is_file,
     job_folders,
-    read_sweep_file,
     sweep_status,
     text_of,
 )
 from runner.run_dir.best_job import comparison_problem
-from runner.run_dir.contents import RUN_FILE, SWEEP_FILE, parse_time
+from runner.run_dir.contents import RUN_FILE, SWEEP_FILE, parse_time, read_sweep_file
 from runner.tracking.data_report import listed
 
 MAX_DEPTH = 6  # of a run below the folder

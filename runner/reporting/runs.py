@@ -23,13 +23,14 @@ from runner.run_dir.contents import (
     DEFAULT_METADATA,
     OWNER_FILE,
     RUN_FILE,
-    SWEEP_FILE,
     has_paused,
     is_sweep_dir,
+    read_sweep_file,
     recorded_precision,
+    typed,
 )
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.saved_config import CONFIG_FILE, load_saved_config, load_yaml
+from runner.run_dir.saved_config import CONFIG_FILE, OVERRIDES_FILE, load_saved_config, load_yaml
 
 MAX_TRUNK = 1000  # characters of the path of the run that a branch continues
 STEP_DIGITS = 15  # of a number of steps
@@ -37,14 +38,12 @@ MAX_JOBS = 10_000  # of one sweep
 REPORT_FILE = "report.html"
 NO_VALUE = "–"
 NO_STATUS = "unknown"  # status of a run or sweep whose file cannot be read
-# Fields that are read of run.json, of sweep.json and of a job in it, with their defaults; see `typed`.
+# Fields that are read of run.json, with their defaults; see `typed`.
 RUN_FIELDS = {
     **DEFAULT_METADATA,
     **dict.fromkeys(("stage", "model", "init_from", "error", "degraded", "host", "started", "ended"), ""),
     **{"data": [], "changed": [], "versions": {}, "code": {}},
 }
-SWEEP_FIELDS = {"jobs": [], "swept": {}, "overrides": [], "status": "", "created": "", "sweeper": "grid"}
-OBJECT_LISTS = ("attempts", "data", "evaluations", "jobs")
 
 
 @dataclass
@@ -118,19 +117,9 @@ class Run:
     def settings(self) -> dict[str, str]:
         return saved_settings(self.folder)
 
-
-def typed(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `found` with the default in place of a field that is missing or of another type. None: of any type.
-
-    Of a list of OBJECT_LISTS only the objects are kept.
-    """
-    fields = {**defaults, **found}
-    for name, default in defaults.items():
-        if default is not None and not isinstance(fields[name], type(default)):
-            fields[name] = default
-        if name in OBJECT_LISTS:
-            fields[name] = [each for each in fields[name] if isinstance(each, dict)]
-    return fields
+    @property
+    def overrides(self) -> list[str]:
+        return read_override_list(self.folder / OVERRIDES_FILE)
 
 
 def run_status(fields: Mapping[str, Any]) -> str:
@@ -143,11 +132,6 @@ def run_status(fields: Mapping[str, Any]) -> str:
     if has_paused(fields):
         return "paused"
     return "diverged" if status == "failed" and fields.get("outcome") == "diverged" else status
-
-
-def read_sweep_file(folder: Path) -> dict[str, Any]:
-    """Return the fields of sweep.json, typed as SWEEP_FIELDS."""
-    return typed(read_json_object(folder / SWEEP_FILE), SWEEP_FIELDS)
 
 
 def sweep_status(folder: Path, recorded: str) -> tuple[str, bool]:
@@ -261,7 +245,7 @@ def job_folders(sweep: Path) -> list[Path]:
     """Return the run directories of the jobs that have begun, in the order of sweep.json; those it does not name are
     last.
     """
-    names = [str(job.get("name")) for job in read_sweep_file(sweep)["jobs"]]
+    names = [job["name"] for job in read_sweep_file(sweep)["jobs"]]
     order = {name: position for position, name in enumerate(names)}
     found = [name for name in subfolders(sweep) if is_file(sweep / name / RUN_FILE)]
     found.sort(key=lambda name: (order.get(name, len(names)), name))

@@ -16,9 +16,9 @@ from runner.reporting.page_kit import (
     render,
     short_number,
 )
-from runner.reporting.runs import REPORT_FILE, differing_values, saved_settings, whole_number
+from runner.reporting.runs import REPORT_FILE, differing_values, whole_number
 from runner.reporting.sweep_results import JobResult, ResultRow, SweepResults, last_value
-from runner.reporting.verdict import Importance, setting_effects, setting_importance, sorted_values, sweep_verdict
+from runner.reporting.verdict import Importance, SweepVerdict, setting_effects, setting_importance, sorted_values
 from runner.tracking.lines import format_seconds
 
 # last lines of a failed job; characters of one; of all jobs together
@@ -39,8 +39,8 @@ def sweep_page(sweep: SweepResults, is_final: bool = True) -> str:
     The importance of settings takes seconds to calculate: it is left out unless `is_final`.
     """
     later = Importance(reason="it is calculated when the sweep ends, and by report.py")
-    verdict, styles = sweep_verdict(sweep), row_styles(sweep)
-    settings = [saved_settings(sweep.folder / job.folder) if job.folder else {} for job in sweep.jobs]
+    verdict, styles = SweepVerdict(sweep), row_styles(sweep)
+    settings = [job.settings for job in sweep.jobs]
     columns = [column for column in table_columns(sweep) if column.title]
     return render(
         "sweep",
@@ -51,7 +51,7 @@ def sweep_page(sweep: SweepResults, is_final: bool = True) -> str:
         columns=columns,
         folded=folded_columns(sweep, columns),
         styles=styles,
-        pages={job.folder for job in sweep.jobs if job.folder and (sweep.folder / job.folder / REPORT_FILE).is_file()},
+        pages={job.name for job in sweep.jobs if job.run_dir and (job.run_dir / REPORT_FILE).is_file()},
         # By step a job with large steps would seem better than one that is ranked above it at the same tokens.
         opens_by_tokens=bool(STEP_SIZE_KEYS & set(sweep.swept_keys))
         and all(each.get("sweep.match_budget") != "steps" for each in settings),
@@ -70,7 +70,7 @@ def folded_columns(sweep: SweepResults, columns: list[Column]) -> set[str]:
     folded: set[str] = set()
     kept: list[list[str]] = []
     for column in columns if len(sweep.rows) > 1 else []:
-        cells = [[column.cell(line) for line in (row, *row.members)] for row in sweep.rows]
+        cells = [[column.cell(line) for line in row.lines] for row in sweep.rows]
         values = [*chain(*cells)]
         is_repeated = any(all(value in ("", of) for value, of in zip(values, other, strict=True)) for other in kept)
         is_equal = len({*values} - {""}) < 2 or not any(point for point, *_ in cells)

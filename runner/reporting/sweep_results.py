@@ -20,6 +20,7 @@ from runner.config.schema import config_groups
 from runner.diagnostics.symptoms import Evaluation
 from runner.engine.optim.mup import WIDTH_KEYS
 from runner.reporting.metrics import Metrics
+from runner.reporting.runs import saved_settings
 from runner.reporting.statistics import MeanStd, is_different, level_of_look, mean_std, share_spread, shared_level
 from runner.run_dir.best_job import SEED_KEY, ModelScore, comparison_problem, point_of, swept_sort_key
 
@@ -57,7 +58,7 @@ class JobResult:
     trained: dict[str, str] = field(default_factory=dict)
     extended: list[str] = field(default_factory=list)  # overrides that `resume=SWEEP` has trained it further with
     diverged: bool = False
-    folder: str | None = None  # name of the run directory in the sweep directory; None if the name leads out of it
+    run_dir: Path | None = None  # in the sweep directory; None if the name leads out of it
     is_added_seed: bool = False  # by sweep.seeds or sweep.budget
     launches: list[list[str]] = field(default_factory=lambda: [[]])  # overrides of each launch, the first one first
     stop_at: float = 0.0  # share of its steps at which the job is paused
@@ -70,6 +71,11 @@ class JobResult:
     @property
     def label(self) -> str:
         return point_label(self.swept) or self.name
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The saved settings by key; {} if they cannot be read."""
+        return saved_settings(self.run_dir) if self.run_dir else {}
 
     @property
     def shown_status(self) -> str:
@@ -126,31 +132,49 @@ class JobResult:
         return self.error or ("diverged: the last loss is not finite" if self.diverged else "")
 
 
-@dataclass
 class ResultRow:
-    """One row of the leaderboard: a grid point, or one of its jobs (see `members`)."""
+    """One row of the leaderboard: a grid point, or one of its jobs (see `members`).
 
-    overrides: dict[str, str]  # swept key -> value, without the seed
-    jobs: list[JobResult]
-    status: str  # of the job that is furthest from completed
-    score: MeanStd | None  # losses that rows are ranked by: of the weights in model/
-    model: ModelScore | None  # of the only job
-    final: MeanStd | None  # newest losses of the kind that rows are ranked by
-    best: MeanStd | None
-    best_step: float | None
-    train: MeanStd | None  # newest training loss
-    loss_tokens: float | None  # tokens with a label
-    tokens: float | None  # all tokens computed
-    seconds: float | None  # of training, over all attempts
-    tokens_per_second: float | None
-    diverged: int  # number of jobs
-    # from 1, which all rows share that are not told apart from the first; None for a row that is not ranked and for
-    # members
-    rank: int | None = None
-    differs: bool | None = (
-        None  # of a ranked row: whether it differs from the first by more than chance; None: not known
-    )
-    members: list[ResultRow] = field(default_factory=list)  # one per job, if there are several
+    Its numbers are means over the completed jobs; if none is completed, over all jobs that have reached the same step.
+    """
+
+    def __init__(self, jobs: list[JobResult], ranked_by: str) -> None:
+        completed = [job for job in jobs if job.status == "completed"]
+        at_different_steps = not completed and len({job.metrics.last.step for job in jobs if job.metrics.last}) > 1
+        counted = completed or jobs
+        # a seed that was added, and has no result yet, does not change the status of the point
+        deciding = [job for job in jobs if not (job.is_added_seed and job.is_open)] or jobs
+        comparable = [] if at_different_steps else counted
+        sound = [job for job in comparable if not job.diverged]
+        best_steps = [job.best[ranked_by][1] for job in sound if ranked_by in job.best]
+        last = [job.metrics.last for job in counted if job.metrics.last]
+
+        self.overrides = {key: value for key, value in jobs[0].swept.items() if key != SEED_KEY}
+        self.jobs = jobs
+        self.status = max((job.status for job in deciding), key=JOB_STATUSES.index)  # furthest from completed
+        # losses that rows are ranked by: of the weights in model/
+        self.score = mean_std(job.score(ranked_by) for job in sound)
+        self.model = jobs[0].model if len(jobs) == 1 else None
+        self.final = mean_std(job.final.get(ranked_by) for job in sound)  # newest losses
+        self.best = mean_std(job.best[ranked_by][0] for job in comparable if ranked_by in job.best)
+        self.best_step = statistics.median_low(best_steps) if best_steps else None
+        self.train = mean_std(job.final.get("training") for job in comparable)
+        self.loss_tokens = _mean(at.loss_tokens for at in last)  # tokens with a label
+        self.tokens = _mean(at.tokens for at in last)  # all tokens computed
+        self.seconds = _mean(at.time for at in last)  # of training, over all attempts
+        self.tokens_per_second = _mean(job.metrics.tokens_per_second for job in counted)
+        self.diverged = sum(job.diverged for job in jobs)  # number of jobs
+        # from 1, which all rows share that are not told apart from the first; None for a row that is not ranked and for
+        # members
+        self.rank: int | None = None
+        # of a ranked row: whether it differs from the first by more than chance; None: not known
+        self.differs: bool | None = None
+        self.members = [ResultRow([job], ranked_by) for job in jobs] if len(jobs) > 1 else []  # one per job
+
+    @property
+    def lines(self) -> list[ResultRow]:
+        """The row and its members, as tables show them."""
+        return [self, *self.members]
 
     @property
     def label(self) -> str:
@@ -207,9 +231,14 @@ class SweepResults:
         return any(SEED_KEY in job.swept for job in self.jobs)
 
     @property
+    def ranked(self) -> list[ResultRow]:
+        """The rows with a rank, best first."""
+        return [row for row in self.rows if row.rank is not None]
+
+    @property
     def best(self) -> JobResult | None:
         """The job with the lowest loss among those of the first row; None if no row is ranked."""
-        jobs = self.rows[0].jobs if self.rows and self.rows[0].rank == 1 else []
+        jobs = self.ranked[0].jobs if self.ranked else []
         completed = [job for job in jobs if job.status == "completed"]  # not a seed of sweep.budget that is paused
         return min(completed, key=lambda job: job.score(self.ranked_by) or 0.0, default=None)
 
@@ -246,8 +275,8 @@ class SweepResults:
         if last_value(self.shared_overrides, "sweep.transfer") != "mup":
             return ""
         wide = [override for override in self.shared_overrides if key_of(override) in WIDTH_KEYS]
-        own = [argument for argument in shlex.split(self.job_command(job)) if key_of(argument) not in WIDTH_KEYS]
-        return shlex.join([*own, *wide])
+        own = [override for override in self._overrides_of(job) if key_of(override) not in WIDTH_KEYS]
+        return own_train_command(own, *wide)
 
     def command_note(self, job: JobResult) -> str:
         """Return which overrides `job_command` leaves out because they name code or a hub, and which options are in no
@@ -323,7 +352,7 @@ def result_rows(jobs: Iterable[JobResult], ranked_by: str, planned_seeds: int = 
     points: dict[tuple, list[JobResult]] = {}
     for job in jobs:
         points.setdefault(point_of(job.swept), []).append(job)
-    rows = [aggregate_row(members, ranked_by) for members in points.values()]
+    rows = [ResultRow(members, ranked_by) for members in points.values()]
     rows.sort(key=_sort_key)
     ranked = [row for row in rows if row.is_ranked and is_comparable]
     scores = share_spread([row.score for row in ranked if row.score])  # a ranked row has a score
@@ -331,8 +360,6 @@ def result_rows(jobs: Iterable[JobResult], ranked_by: str, planned_seeds: int = 
         row.differs = differs_from_best(score, scores, planned_seeds)
         is_tied = row.differs is False and all(each.rank == 1 for each in ranked[: position - 1])
         row.rank = 1 if is_tied else position
-    for row in rows:
-        row.members = [aggregate_row([job], ranked_by) for job in row.jobs] if len(row.jobs) > 1 else []
     return rows
 
 
@@ -350,37 +377,6 @@ def differs_from_best(score: MeanStd, scores: Sequence[MeanStd], planned_seeds: 
     looks = max(1, planned_seeds - 1)
     level = level_of_look(looks, min(seeds - 1, looks))
     return is_different(best, score, shared_level(sum(each.n > 1 for each in scores) - 1, level))
-
-
-def aggregate_row(jobs: list[JobResult], ranked_by: str) -> ResultRow:
-    """Return the means over the completed jobs; if none is completed, over all jobs that have reached the same step.
-
-    A seed that was added, and has no result yet, does not change the status of the point.
-    """
-    counted = [job for job in jobs if job.status == "completed"]
-    at_different_steps = not counted and len({job.metrics.last.step for job in jobs if job.metrics.last}) > 1
-    counted = counted or jobs
-    deciding = [job for job in jobs if not (job.is_added_seed and job.is_open)] or jobs
-    comparable = [] if at_different_steps else counted
-    sound = [job for job in comparable if not job.diverged]
-    best_steps = [job.best[ranked_by][1] for job in sound if ranked_by in job.best]
-    last = [job.metrics.last for job in counted if job.metrics.last]
-    return ResultRow(
-        overrides={key: value for key, value in jobs[0].swept.items() if key != SEED_KEY},
-        jobs=jobs,
-        status=max((job.status for job in deciding), key=JOB_STATUSES.index),
-        score=mean_std(job.score(ranked_by) for job in sound),
-        model=jobs[0].model if len(jobs) == 1 else None,
-        final=mean_std(job.final.get(ranked_by) for job in sound),
-        best=mean_std(job.best[ranked_by][0] for job in comparable if ranked_by in job.best),
-        best_step=statistics.median_low(best_steps) if best_steps else None,
-        train=mean_std(job.final.get("training") for job in comparable),
-        loss_tokens=_mean(at.loss_tokens for at in last),
-        tokens=_mean(at.tokens for at in last),
-        seconds=_mean(at.time for at in last),
-        tokens_per_second=_mean(job.metrics.tokens_per_second for job in counted),
-        diverged=sum(job.diverged for job in jobs),
-    )
 
 
 def _sort_key(row: ResultRow) -> tuple:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from common.errors import UserError, one_line
 from common.paths import command_line
 from runner.reporting.columns import loss_text
-from runner.reporting.runs import longer_override, saved_settings
-from runner.reporting.statistics import MeanStd, mean_std
+from runner.reporting.runs import longer_override
+from runner.reporting.statistics import mean_std
 from runner.reporting.sweep_results import (
     KEEP,
     JobResult,
@@ -56,49 +56,42 @@ class RangeEdge:
         return f"the best point has the {self.side} {self.key} of the sweep ({self.value}): a better one may be outside of the range"
 
 
-@dataclass(frozen=True)
 class SweepVerdict:
-    winner: ResultRow | None  # the point with the lowest loss; None: no point is ranked
-    job: JobResult | None  # of the winner: that with the lowest loss
-    certainty: str  # a sentence: how sure it is that the winner is better than the others, or why there is none
-    ties: list[ResultRow] = field(default_factory=list)  # ranked points whose difference to the winner may be chance
-    is_sure: bool = False  # whether the winner differs from every other point by more than chance
-    judged_on: str = ""  # e.g. `90 validation rows, 3 seeds per point`
-    train_longer: str = ""  # command line that trains `job` further; empty where a resume would end at once
-    repeat: str = ""  # command line that repeats the winner with three seeds; empty where the sweep has seeds
-    transfer: str = ""  # command line that trains the wide model of sweep.transfer
-    command_note: str = ""  # what the commands of the winner leave out of its overrides
-    edges: list[RangeEdge] = field(default_factory=list)
+    """The best point of a sweep, how sure that is, and the command lines that come next: empty where there is none."""
+
+    def __init__(self, sweep: SweepResults) -> None:
+        ranked, job = sweep.ranked, sweep.best
+        self.winner = ranked[0] if ranked else None  # the point with the lowest loss; None: no point is ranked
+        self.job = job  # of the winner: that with the lowest loss
+        # ranked points whose difference to the winner may be chance
+        self.ties = [row for row in ranked[1:] if row.rank == 1]
+        self.judged_on = _judged_on(sweep)  # e.g. `90 validation rows, 3 seeds per point`
+        self.is_sure = False  # whether the winner differs from every other point by more than chance
+        self.train_longer = ""  # trains `job` further; empty where a resume would end at once
+        self.repeat = ""  # repeats the winner with three seeds; empty where the sweep has seeds
+        self.transfer = ""  # trains the wide model of sweep.transfer
+        self.command_note = ""  # what the commands of the winner leave out of its overrides
+        self.edges: list[RangeEdge] = []
+        # `certainty`, a sentence: how sure it is that the winner is better than the others, or why there is none
+        if self.winner is None or job is None:
+            unranked = "no point has all of its jobs completed and evaluated" if sweep.jobs else "the sweep has no jobs"
+            self.certainty = f"no winner: {sweep.problem or unranked}"
+            return
+        unknown = [row for row in ranked[1:] if row.rank != 1 and not row.differs]
+        self.certainty = _certainty(sweep, ranked, self.ties, unknown)
+        self.is_sure = len(ranked) > 1 and not self.ties and not unknown
+        self.train_longer = _train_longer(job)
+        if len(ranked) > 1 and len(self.winner.jobs) == 1 and KEEP not in job.launches[-1]:
+            self.repeat = f"{sweep.job_command(job)} --multirun seed=1,2,3"
+        self.transfer = sweep.transfer_command(job)
+        self.command_note = sweep.command_note(job)
+        if not self.ties:  # else another point may be the best one
+            self.edges = [edge for key in sweep.swept_keys if (edge := _range_edge(sweep, self.winner, key))]
 
     @property
     def name(self) -> str:
         """The settings of the winner, e.g. `optimizer.lr=0.001`; its folder where only the seed was swept."""
         return (point_label(self.winner.overrides) or (self.job.name if self.job else "")) if self.winner else ""
-
-
-def sweep_verdict(sweep: SweepResults) -> SweepVerdict:
-    job = sweep.best
-    if job is None:
-        unranked = "no point has all of its jobs completed and evaluated" if sweep.jobs else "the sweep has no jobs"
-        return SweepVerdict(None, None, f"no winner: {sweep.problem or unranked}", judged_on=_judged_on(sweep))
-    ranked = [row for row in sweep.rows if row.rank is not None]
-    ties = [row for row in ranked[1:] if row.rank == 1]
-    unknown = [row for row in ranked[1:] if row.rank != 1 and not row.differs]
-    has_seeds, is_branch = len(ranked[0].jobs) > 1, KEEP in job.launches[-1]
-    return SweepVerdict(
-        winner=ranked[0],
-        job=job,
-        certainty=_certainty(sweep, ranked, ties, unknown),
-        ties=ties,
-        is_sure=len(ranked) > 1 and not ties and not unknown,
-        judged_on=_judged_on(sweep),
-        train_longer=_train_longer(sweep, job),
-        repeat="" if has_seeds or len(ranked) < 2 or is_branch else f"{sweep.job_command(job)} --multirun seed=1,2,3",
-        transfer=sweep.transfer_command(job),
-        command_note=sweep.command_note(job),
-        # not while tied: another point may be the best one
-        edges=[edge for key in sweep.swept_keys if not ties and (edge := _range_edge(sweep, ranked[0], key))],
-    )
 
 
 def _judged_on(sweep: SweepResults) -> str:
@@ -141,17 +134,16 @@ def _certainty(sweep: SweepResults, ranked: list[ResultRow], ties: list[ResultRo
     return f"{gap}; better than {compared} at 95 % over {first.n} seeds (Welch's t interval of each difference){suffix}"
 
 
-def _train_longer(sweep: SweepResults, job: JobResult) -> str:
+def _train_longer(job: JobResult) -> str:
     """Return the command that doubles the length of a job; empty if train.patience has ended it, or its config cannot
     be read.
     """
-    folder, last = sweep.folder / (job.folder or ".none"), job.metrics.last
-    settings = saved_settings(folder)
+    settings, last = job.settings, job.metrics.last
     steps = parse_number(settings.get("train.max_steps", "")) or 0
     if parse_number(settings.get("train.patience", "")) and (not steps or last is None or last.step < steps):
         return ""
     longer = longer_override(settings)
-    return shlex.join([*command_line("train"), f"resume={folder}", longer]) if longer else ""
+    return shlex.join([*command_line("train"), f"resume={job.run_dir}", longer]) if longer else ""
 
 
 def _range_edge(sweep: SweepResults, winner: ResultRow, key: str) -> RangeEdge | None:
@@ -165,7 +157,7 @@ def _range_edge(sweep: SweepResults, winner: ResultRow, key: str) -> RangeEdge |
         return None
     side, neighbour = ("highest", values[-2]) if own == values[-1] else ("lowest", values[1])
     following = next_value(own, neighbour, is_whole=all(text.lstrip("+-").isdecimal() for text in found))
-    if following is None or not _is_allowed(sweep, winner.jobs[0], key, following):
+    if following is None or not _is_allowed(winner.jobs[0], key, following):
         return None
     text = str(following) if isinstance(following, int) else f"{following:g}"
     return RangeEdge(key, winner.overrides[key], side, text, _extend_command(sweep, key, text))
@@ -186,7 +178,7 @@ def next_value(edge: float, neighbour: float, is_whole: bool) -> float | int | N
     return int(value) if value == int(value) and value != edge else None
 
 
-def _is_allowed(sweep: SweepResults, job: JobResult, key: str, value: float) -> bool:
+def _is_allowed(job: JobResult, key: str, value: float) -> bool:
     """Whether the dataclass of the setting's section takes `value` beside the other settings of the job.
 
     True where the config cannot be read.
@@ -194,12 +186,12 @@ def _is_allowed(sweep: SweepResults, job: JobResult, key: str, value: float) -> 
     from runner.config.compose import section_object
 
     *sections, name = key.split(".")
+    if not sections or job.run_dir is None:
+        return True
     try:
-        config = load_literal_config(sweep.folder / (job.folder or ".none"))
+        config = load_literal_config(job.run_dir)
         reduce(getitem, sections, config)[name] = value
     except (UserError, OSError, ValueError, LookupError, TypeError):
-        return True
-    if not sections:
         return True
     try:
         section_object(sections[0], config[sections[0]])
@@ -218,12 +210,16 @@ def _extend_command(sweep: SweepResults, key: str, value: str) -> str:
     return shlex.join([*command_line("train"), f"resume={sweep.folder}", f"{key}={value}"])
 
 
-@dataclass(frozen=True)
 class ValueEffect:
-    value: str
-    loss: MeanStd | None  # over the completed jobs that have one
-    failed: int  # jobs that failed or diverged
-    best: float | None
+    """The losses of the jobs with one value of a setting."""
+
+    def __init__(self, sweep: SweepResults, key: str, value: str) -> None:
+        jobs = [job for job in sweep.jobs if job.swept.get(key) == value]
+        losses = [loss for job in jobs if (loss := job_loss(sweep, job)) is not None]
+        self.value = value
+        self.loss = mean_std(losses)  # over the completed jobs that have one
+        self.failed = sum(job.status == "failed" or job.diverged for job in jobs)
+        self.best = min(losses, default=None)
 
 
 @dataclass(frozen=True)
@@ -245,7 +241,7 @@ class SettingEffect:
 def setting_effects(sweep: SweepResults) -> list[SettingEffect]:
     """Return the effects of the settings with two and more values, the largest difference of means first."""
     effects = [
-        SettingEffect(key, [_value_effect(sweep, key, value) for value in sorted_values(sweep, key)])
+        SettingEffect(key, [ValueEffect(sweep, key, value) for value in sorted_values(sweep, key)])
         for key in sweep.compared_keys
     ]
     return sorted(
@@ -264,13 +260,6 @@ def job_loss(sweep: SweepResults, job: JobResult) -> float | None:
     return (
         job.score(sweep.ranked_by) if job.status == "completed" and not job.diverged and sweep.problem is None else None
     )
-
-
-def _value_effect(sweep: SweepResults, key: str, value: str) -> ValueEffect:
-    jobs = [job for job in sweep.jobs if job.swept.get(key) == value]
-    losses = [loss for job in jobs if (loss := job_loss(sweep, job)) is not None]
-    failed = sum(job.status == "failed" or job.diverged for job in jobs)
-    return ValueEffect(value, mean_std(losses), failed, min(losses, default=None))
 
 
 TREES = 32  # of the forest; with 64 the shares of 200 jobs differ by less than 0.02, after 1.5 times the seconds

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, print_note
-from common.filesystem import read_json_object
 from common.guarded_files import check_own_files
 from runner.diagnostics.symptoms import FEW_ROWS, few_rows, finite_number
+from runner.run_dir.contents import read_sweep_file
 from runner.run_dir.metadata import RunMetadata
 
 SEED_KEY = "seed"
@@ -180,20 +180,11 @@ def _read_jobs(sweep: Path) -> list[tuple[str, dict[str, str], dict[str, Any]]]:
     A name that leads out of the sweep directory is left out.
     """
     found = []
-    fields = read_json_object(sweep / "sweep.json")
-    jobs, known = fields.get("jobs"), fields.get("swept")
-    for job in jobs if isinstance(jobs, list) else []:
-        name, swept = (job.get("name"), job.get("overrides")) if isinstance(job, dict) else (None, None)
-        if (
-            isinstance(name, str)
-            and name
-            and name not in (".", "..")
-            and not {"/", "\0"} & set(name)
-            and isinstance(swept, dict)
-        ):
-            run, overrides = RunMetadata.read(sweep / name), {str(key): str(swept[key]) for key in swept}
-            if run.get("status") in ("completed", "failed") or not is_added_seed(
-                overrides, known if isinstance(known, dict) else {}
-            ):
-                found.append((name, overrides, run))
+    fields = read_sweep_file(sweep)
+    for job in fields["jobs"]:
+        name, swept = job["name"], job["overrides"]
+        if name and name not in (".", "..") and not {"/", "\0"} & set(name):
+            run = RunMetadata.read(sweep / name)
+            if run.get("status") in ("completed", "failed") or not is_added_seed(swept, fields["swept"]):
+                found.append((name, swept, run))
     return found

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import Outcome, UserError
-from common.filesystem import fs, make_dirs, read_bounded, remove_tree, temp_name
+from common.filesystem import fs, make_dirs, read_bounded, read_json_object, remove_tree, temp_name
 from common.guarded_files import DAMAGED_DIR, check_own_files
 from common.limits import parse_json
 from common.paths import REPO_ROOT, outputs_dir
@@ -210,6 +210,38 @@ FIELD_TYPES |= dict.fromkeys(
 )
 FIELD_TYPES |= dict.fromkeys(("evaluation", "export", "branched_from", "code"), dict)
 FIELD_TYPES |= {"changed": list, "data": list, "loss_tokens": int}
+
+
+# Fields that are read of sweep.json and of a job in it, with their defaults; see `typed`.
+SWEEP_FIELDS = {"jobs": [], "swept": {}, "overrides": [], "status": "", "created": "", "sweeper": "grid"}
+JOB_FIELDS = {
+    **dict.fromkeys(("name", "status", "error", "started", "ended", "outcome", "loss"), ""),
+    **{"overrides": {}, "last_lines": [], "applied_overrides": []},
+}
+OBJECT_LISTS = ("attempts", "data", "evaluations", "jobs")
+
+
+def typed(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `found` with the default in place of a field that is missing or of another type. None: of any type.
+
+    Of a list of OBJECT_LISTS only the objects are kept.
+    """
+    fields = {**defaults, **found}
+    for name, default in defaults.items():
+        if default is not None and not isinstance(fields[name], type(default)):
+            fields[name] = default
+        if name in OBJECT_LISTS:
+            fields[name] = [each for each in fields[name] if isinstance(each, dict)]
+    return fields
+
+
+def read_sweep_file(folder: Path) -> dict[str, Any]:
+    """Return the fields of sweep.json, typed as SWEEP_FIELDS, and of its jobs, typed as JOB_FIELDS."""
+    sweep = typed(read_json_object(folder / SWEEP_FILE), SWEEP_FIELDS)
+    sweep["jobs"] = [typed(job, JOB_FIELDS) for job in sweep["jobs"]]
+    for job in sweep["jobs"]:
+        job["overrides"] = {str(key): str(value) for key, value in job["overrides"].items()}
+    return sweep
 
 
 def has_started(fields: Mapping[str, Any]) -> bool:

@@ -169,8 +169,8 @@ class LocalBackend(Backend):
         slot = self._free.pop(0)
         env = env | slot
         with open_append(run_dir / CONSOLE_LOG) as out:
-            process = self._forks.start(command, env, out.fileno())
-        return LocalJob(process or start_job(command, env, run_dir / CONSOLE_LOG), slot, run_dir, command, env)
+            process = self._forks.start(command, env, out.fileno()) or subprocesses.spawn(command, env, out.fileno())
+        return LocalJob(process, slot, run_dir, command, env)
 
     def poll(self, handle: LocalJob) -> JobExit | None:
         try:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from operator import attrgetter
 
 from common.errors import UserError, print_note
 from models.families.decoder import DecoderConfig
@@ -101,8 +101,8 @@ def matching_overrides(config: Config, base: StepSize, swept: Iterable[str]) -> 
             f"sweep.match_budget={given} train.max_steps={train.max_steps}",
             "add sweep.match_budget=steps: the same number of steps for every job; or train.max_steps=0: the same number of epochs",
         )
-    scaled_keys = () if rule == "steps" else [key for key in ("train.max_steps", *INTERVAL_KEYS) if _value(config, key)]
-    overrides = {key: str(max(1, round(_value(config, key) / ratio))) for key in scaled_keys}
+    scaled_keys = [] if rule == "steps" else ["train.max_steps", *INTERVAL_KEYS]
+    overrides = {key: str(max(1, round(steps / ratio))) for key in scaled_keys if (steps := attrgetter(key)(config))}
     if config.sweep.lr_scale != "none":
         overrides["optimizer.lr"] = repr(
             config.optimizer.lr * (float(ratio) if config.sweep.lr_scale == "linear" else math.sqrt(ratio))
@@ -212,7 +212,7 @@ def transfer_overrides(config: Config, swept: Iterable[str]) -> dict[str, str]:
             f"model.hidden_size={width} model.num_attention_heads={heads} optimizer.mup_base_width={base}",
             f"optimizer.mup_base_width=N, one of {widths}" if widths else "sweep.transfer=none",
         )
-    sizes = {key: _value(config, key) * narrow[chosen] // heads for key in WIDTH_KEYS}
+    sizes = {key: attrgetter(key)(config) * narrow[chosen] // heads for key in WIDTH_KEYS}
     sizes["model.num_key_value_heads"] = math.gcd(narrow[chosen], max(1, sizes["model.num_key_value_heads"]))
     return {key: str(size) for key, size in sizes.items() if size} | {"optimizer.mup_base_width": str(chosen)}
 
@@ -224,10 +224,5 @@ def derived_overrides(config: Config, base: StepSize, swept: Iterable[str]) -> d
 
 def _first_differing(configs: Sequence[Config], keys: Iterable[str]) -> str | None:
     return next(
-        (key for key in keys if any(_value(config, key) != _value(configs[0], key) for config in configs)), None
+        (key for key in keys if any(attrgetter(key)(config) != attrgetter(key)(configs[0]) for config in configs)), None
     )
-
-
-def _value(config: Config, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)

@@ -124,11 +124,8 @@ class HalvingSearch(RungSearch):
         than the sweep has started, does not decide for the other seeds.
         """
         own = [job for job in jobs if self.reached[job.name].attempt <= job.attempt]
-        return max(map(self._rungs_begun, own or jobs))
-
-    def _rungs_begun(self, job: SweepJob) -> int:
-        reached = self.reached[job.name]
-        return min(max(1, len(reached.losses) + reached.is_between), len(self.shares) + 1)
+        reached = [self.reached[job.name] for job in own or jobs]
+        return min(max(1, *(len(each.losses) + each.is_between for each in reached)), len(self.shares) + 1)
 
     def next_job(self) -> SweepJob | None:
         due = [
@@ -187,9 +184,6 @@ class HalvingSearch(RungSearch):
         }
 
     def job_ended(self, job: SweepJob) -> None:
-        if self.is_due(job):
+        if not self.finish_rung(job):
             self.ended.add(job.name)
-        else:
-            self.record_pause(job)
-            self.check_rung(job)
         del self.targets[job.name]

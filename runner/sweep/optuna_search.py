@@ -284,9 +284,8 @@ class OptunaSearch(RungSearch):
         """
         from optuna.trial import TrialState
 
-        if self.shares and not self.is_due(job):
-            self.record_pause(job)
-            self.check_rung(job)
+        if self.shares:
+            self.finish_rung(job)
         if job.status in ("interrupted", "new"):
             return
         if job.status == "paused" and not self._is_pruned(job):

@@ -22,9 +22,9 @@ from common.settings import check_at_least, within
 from runner.checkpoint.atomic_dir import STEP_NAME
 from runner.checkpoint.format import step_of
 from runner.engine.config import STOP_KEY, Config, first_step_of
-from runner.run_dir.best_job import comparison_problem
+from runner.reporting.runs import saved_settings
+from runner.run_dir.best_job import comparison_problem, parse_number
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.saved_config import load_saved_config
 from runner.sweep.budget import TOLERANCE, step_size
 from runner.sweep.grid import Search, SweeperOptions
 from runner.sweep.state import SweepJob, SweepState
@@ -185,11 +185,9 @@ def read_reached(run_dir: Path, shares: Sequence[float]) -> Reached:
 
 def _exports_best(run_dir: Path) -> bool:
     """Whether the job is ranked by its lowest loss: that of the weights which its model/ gets in the end."""
-    with suppress(UserError, LookupError, TypeError):  # damaged: restored when the job is resumed
-        saved = load_saved_config(run_dir)
-        weights = saved["export"]["weights"]
-        return weights == "best" or (weights == "auto" and not saved["train"]["ema_decay"])
-    return True
+    settings = saved_settings(run_dir)
+    weights = settings.get("export.weights", "best")  # none in a damaged file: restored when the job is resumed
+    return weights == "best" or (weights == "auto" and not parse_number(settings.get("train.ema_decay", "0")))
 
 
 def total_steps(run: Mapping[str, Any]) -> int:
@@ -243,9 +241,15 @@ class RungSearch(Search):
             self.state.refresh_job(job)
             self.state.update_job(job, error=None, last_lines=[])
 
-    def check_rung(self, job: SweepJob) -> None:
-        """Raise UserError if the evaluations at the rungs do not tell jobs apart."""
-        target, reached = self.targets.get(job.name, 0), self.reread(job)
+    def finish_rung(self, job: SweepJob) -> bool:
+        """Record that a job which has ended is paused at its rung; return whether it has reached it.
+
+        Raises UserError if the evaluations at the rungs do not tell jobs apart.
+        """
+        if self.is_due(job):
+            return False
+        self.record_pause(job)
+        target, reached = self.targets.get(job.name, 0), self.reached[job.name]
         if reached.gap < target <= len(self.shares):
             rung, following = ([*self.shares, 1.0][int(reached.gap) + more] for more in (0, 1))
             raise UserError(
@@ -259,3 +263,4 @@ class RungSearch(Search):
                 str(self.state.folder),
                 "correct it and start another sweep; one with hydra/sweeper=grid trains all jobs to their end",
             )
+        return True

@@ -20,7 +20,7 @@ from common.guarded_files import last_records
 from runner.engine.config import BUDGET
 from runner.reporting.read_sweep import read_sweep_results
 from runner.reporting.sweep_results import ResultRow, SweepResults
-from runner.reporting.verdict import sweep_verdict
+from runner.reporting.verdict import SweepVerdict
 from runner.run_dir.best_job import SEED_KEY
 from runner.sweep.grid import Search
 from runner.sweep.halving import HalvingSearch
@@ -89,10 +89,11 @@ class SeedSearch(Search):
         if sweep.problem:
             print_note(f"no seeds are added: {sweep.problem}")
             return False
-        return self.add_jobs(sweep, [row for row in sweep.rows if row.rank is not None])
+        return self.add_jobs(sweep)
 
-    def add_jobs(self, sweep: SweepResults, ranked: list[ResultRow]) -> bool:
-        """`ranked`: the rows with a rank, the best one first."""
+    def add_jobs(self, sweep: SweepResults) -> bool:
+        """Add the jobs that the results of the sweep ask for."""
+        ranked = sweep.ranked
         if len(ranked) < 2 and self.search.finish_another():
             return True
         contenders = ranked[:1] + [row for row in ranked[1 : self.top] if not row.differs]
@@ -188,14 +189,14 @@ class BudgetSearch(SeedSearch):
         elif failed := next((job.name for job in added if job.status == "failed" and job.needs_run), None):
             print_note(f"no more seeds, as {failed} has failed: {resume} tries it again")
 
-    def add_jobs(self, sweep: SweepResults, ranked: list[ResultRow]) -> bool:
-        if self._widen(sweep) or (len(ranked) < 2 and self.search.finish_another()):
+    def add_jobs(self, sweep: SweepResults) -> bool:
+        if self._widen(sweep) or (len(sweep.ranked) < 2 and self.search.finish_another()):
             return True
-        return self.add_seeds(with_fewest_seeds(ranked[: self.top]))
+        return self.add_seeds(with_fewest_seeds(sweep.ranked[: self.top]))
 
     def _widen(self, sweep: SweepResults) -> bool:
         """Add the next value beyond each edge of the range at which the best point is; return whether there is one."""
-        verdict = sweep_verdict(sweep)
+        verdict = SweepVerdict(sweep)
         edges = [edge for edge in verdict.edges if edge.command]
         if verdict.winner is None or not edges or self.spent() > WIDENED_BEFORE * self.budget.amount:
             return False

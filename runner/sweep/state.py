@@ -190,11 +190,22 @@ class SweepState:
 
     def refresh_job(self, job: SweepJob) -> None:
         """Take the status of a job from its run.json."""
-        before = job.status, job.loss
-        run = RunMetadata.read(self.folder / job.name)
-        vars(job).update(status_from_run(job, run))
-        if has_paused(run) and job.status == "interrupted" and self.sweeper != "grid":
-            job.status, job.ended = "paused", run.get("ended")
+        before, run = (job.status, job.loss), RunMetadata.read(self.folder / job.name)
+        status, ended = run.get("status", "new"), run.get("ended")
+        loss: float | str | None = None
+        # run.json of a killed process still says running; or it tells of the attempt before the rejected overrides
+        if job.status == "failed" and (status != "completed" or job.pending_overrides):
+            return
+        if status == "completed":
+            loss = exported_loss(run)
+        elif status == "failed":
+            loss = INFINITE if has_diverged(run) else None
+        elif has_paused(run) and self.sweeper != "grid":
+            status = "paused"
+        else:
+            status, ended = "interrupted" if has_started(run) else "new", None
+        job.status, job.ended, job.loss = status, ended, loss
+        job.outcome, job.error = run.get("outcome"), run.get("error")
         self.is_stale |= before != (job.status, job.loss)
 
     def refresh_from_runs(self) -> None:
@@ -273,26 +284,6 @@ def storable_overrides(overrides: list[str]) -> list[str]:
         if key_of(override) != SEARCHPATH_KEY:  # the sweep has copies of the files
             print_note(f"{override} is not stored in sweep.json: type it again with resume=")
     return [override for override in overrides if is_safe_override(override)]
-
-
-def status_from_run(job: SweepJob, run: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of `job` that its run.json (`run`) knows better than sweep.json."""
-    status = run.get("status", "new")
-    # run.json of a killed process still says running; or it tells of the attempt before the rejected overrides
-    if job.status == "failed" and (status != "completed" or job.pending_overrides):
-        return {}
-    known = {
-        "status": status,
-        "outcome": run.get("outcome"),
-        "loss": None,
-        "ended": run.get("ended"),
-        "error": run.get("error"),
-    }
-    if status == "completed":
-        return known | {"loss": exported_loss(run)}
-    if status == "failed":
-        return known | {"loss": INFINITE if has_diverged(run) else None}
-    return known | {"status": "interrupted" if has_started(run) else "new", "ended": None}
 
 
 def _canonical(overrides: Mapping[str, str]) -> dict[str, object]:

@@ -9,7 +9,6 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -437,7 +436,7 @@ def test_run_page_says_when_it_was_not_written_for_long(open_page: Any, live_run
 
 @pytest.fixture
 def server(live_run: Path) -> Iterator[str]:
-    with PageServer(folder_pages(live_run, partial(write_run_page, live_run)), 0) as server:
+    with PageServer(folder_pages(live_run), 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}/"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from runner.reporting.sweep_results import JobResult, aggregate_row, result_rows
+from runner.reporting.sweep_results import JobResult, ResultRow, result_rows
 from runner.run_dir.best_job import ModelScore
 
 
@@ -27,7 +27,7 @@ def job_result(lr: str, seed: str, loss: float, data: str = "a", **fields: Any) 
 
 
 def test_row_score_is_the_mean_of_the_seeds_that_did_not_diverge() -> None:
-    row = aggregate_row(
+    row = ResultRow(
         [job_result("1", "0", 2.0), job_result("1", "1", 3.0), job_result("1", "2", 9.0, diverged=True)], "validation"
     )
     assert row.score is not None and (row.score.mean, row.score.n, row.diverged) == (2.5, 2, 1)

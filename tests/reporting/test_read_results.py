@@ -100,7 +100,7 @@ def test_seeds_of_a_grid_point_become_mean_deviation_and_count(tmp_path: Path) -
 
 def test_deviation_of_a_single_job_is_none() -> None:
     single = sweep_results.JobResult("a", {}, "completed", final={"training": 2.0}, best={"training": (2.0, 1.0)})
-    assert sweep_results.aggregate_row([single], "training").final == MeanStd(2.0, None, 1)
+    assert sweep_results.ResultRow([single], "training").final == MeanStd(2.0, None, 1)
 
 
 def test_grid_point_with_a_failed_seed_has_a_mean_and_no_rank(tmp_path: Path) -> None:

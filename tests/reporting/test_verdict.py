@@ -13,7 +13,7 @@ from sweep_fixtures import job, training, write_sweep
 from runner.reporting.leaderboard import describe_sweep_end, leaderboard_text, update_report
 from runner.reporting.read_sweep import read_sweep_results
 from runner.reporting.statistics import MeanStd, difference_interval, mean_interval, t_quantile
-from runner.reporting.verdict import SweepVerdict, next_value, sweep_verdict
+from runner.reporting.verdict import SweepVerdict, next_value
 
 LR, ACC = "optimizer.lr", "train.accumulation_steps"
 
@@ -37,7 +37,7 @@ def verdict_of(
                 "branched_from": trunk and {"run": "/runs/trunk", "step": trunk},
             }
             jobs.append(job({key: value} | ({"seed": str(seed)} if len(seeds) > 1 else {}), training(loss), run=run))
-    return sweep_verdict(read_sweep_results(write_sweep(folder, jobs, **fields)))
+    return SweepVerdict(read_sweep_results(write_sweep(folder, jobs, **fields)))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_verdict_of_points_judged_on_few_rows_has_no_winner_anywhere(tmp_path: P
 
 
 def test_verdict_without_a_result_says_why(tmp_path: Path) -> None:
-    empty = sweep_verdict(
+    empty = SweepVerdict(
         read_sweep_results(write_sweep(tmp_path, [job({LR: "1"}, None, status="new")], status="running"))
     )
     assert (empty.winner, empty.job, empty.certainty) == (
