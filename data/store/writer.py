@@ -103,7 +103,7 @@ class StoreWriter:
             checksum = row_checksum(head, lengths, span_counts, tokens, spans)
             parts["rows.bin"] += head + checksum.to_bytes(4, "little")
             parts["spans.bin"] += spans.tobytes()
-            self.has_weights = self.has_weights or weight != 1
+            self.has_weights = self.has_weights or bool(np.float32(weight) != 1)
         for name, part in parts.items():
             self._write(name, part)
         self.stats += block.stats

@@ -190,10 +190,11 @@ class ChatTemplate:
             for segment, part in zip(segments, encoded, strict=False):
                 ids.append(part)
                 start, length = max(length, 1), length + len(part) // ID_BYTES
-                if segment.loss_weight and start < length:
-                    if spans and spans[-1][1:] == (start, segment.loss_weight):
+                weight = float(np.float32(segment.loss_weight))  # as stored: 1.0000000001 is 1
+                if weight and start < length:
+                    if spans and spans[-1][1:] == (start, weight):
                         start, _, _ = spans.pop()
-                    spans.append((start, length, segment.loss_weight))
+                    spans.append((start, length, weight))
             result.append((np.frombuffer(b"".join(ids), np.int32), spans))
         return result
 

@@ -9,6 +9,7 @@ what that is worth.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -169,9 +170,10 @@ def swept_sort_key(values: Mapping[str, str]) -> list[tuple[float, str]]:
 def parse_number(text: str) -> float | None:
     """Return the finite number that an override's value spells, or None."""
     try:
-        return finite_number(float(text))
+        number = float(text)
     except ValueError:
         return None
+    return number if math.isfinite(number) else None
 
 
 def _read_jobs(sweep: Path) -> list[tuple[str, dict[str, str], dict[str, Any]]]:

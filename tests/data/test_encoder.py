@@ -361,6 +361,19 @@ def test_loss_weights_of_turns_are_those_of_their_tokens(tokenizer, write, build
     assert stats_of(rows).loss_tokens == sum(np.count_nonzero(rows[i].sequences[0].loss_mask) for i in range(2))
 
 
+def test_weights_that_are_one_in_float32_are_none(write, build):
+    def store_of(weight):
+        answers = [{"role": "assistant", "content": word, "weight": weight} for word in ("one", "two")]
+        question = {"role": "user", "content": "a question"}
+        chat = [question, answers[0], question, answers[1] | {"weight": 1}]
+        rows = build("chat", write([{"messages": chat, "weight": weight}]), loss_on="all")
+        return rows.sources[0].store
+
+    almost, one = store_of(1 + 1e-12), store_of(1)
+    assert almost.read(0)[0][0].loss_mask.dtype == bool == one.read(0)[0][0].loss_mask.dtype
+    assert almost.digest == one.digest and not almost.has_weights
+
+
 @pytest.mark.slow
 def test_loss_weights_of_a_truncated_conversation_are_kept(write, build):
     whole = build("chat", write([{"messages": WEIGHTED_CHAT}]))[0].sequences[0]
