@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tiny_models import lora_config, random_model, tokens
 from torch import Tensor, nn
 
+from models.language_model import LanguageModel
 from models.layers import chunked_loss
 from models.layers.chunked_loss import IGNORE_LABEL, LMHead, linear_cross_entropy
 from models.lora import add_lora
@@ -97,13 +98,14 @@ def test_chunked_loss_computes_no_gradient_of_frozen_inputs(reduction: str) -> N
 @REDUCTIONS
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_chunked_loss_of_an_adapted_head_matches_its_logits(reduction: str, dora: bool) -> None:
-    model = nn.ModuleDict({"lm_head": LMHead(D, V, bias=False)})
+    model = LanguageModel()
+    model.lm_head = head = LMHead(D, V, bias=False)
     add_lora(model, lora_config(rank=4, alpha=8.0, dropout=0.0, targets=["lm_head"], dora=dora))
-    adapter = model["lm_head"].lora["default"]
+    adapter = head.lora["default"]
     nn.init.normal_(adapter.B)
     x, _, labels = random_inputs(0.7)
-    expected = F.cross_entropy(model["lm_head"](x).flatten(0, 1), labels.flatten(), reduction="sum")
-    actual = model["lm_head"](x, labels, reduction).sum()
+    expected = F.cross_entropy(head(x).flatten(0, 1), labels.flatten(), reduction="sum")
+    actual = head(x, labels, reduction).sum()
     torch.testing.assert_close(actual, expected)
     inputs = [x, *adapter.parameters()]
     for grad, expected_grad in zip(
