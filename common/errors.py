@@ -20,7 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from common.paths import command_line_here
+from common.paths import command_line_here, with_typed_commands
 
 # Format characters (direction overrides among them), surrogates and unassigned code points can rewrite a terminal as
 # control codes do.
@@ -180,7 +180,9 @@ def _shorten(text: str) -> str:
 def report_user_error(error: UserError) -> int:
     """Print `error` in three lines to stderr, unless that was done already; return the exit code."""
     if not isinstance(error, AlreadyReported):
-        message, setting, fix = (_shorten(text) for text in (error.message, error.setting, error.fix))
+        message, setting, fix = (
+            _shorten(text) for text in (error.message, error.setting, with_typed_commands(error.fix))
+        )
         message = OWN_LINE.sub(r"\\n", strip_control(message))
         print(f"error: {message}\n  where: {one_line(setting)}\n  fix:   {one_line(fix)}", file=sys.stderr)
     return USER_ERROR

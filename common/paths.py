@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -28,6 +30,13 @@ def command_line(command: str) -> list[str]:
     installed.
     """
     return [f"lm-{command}"] if IS_INSTALLED else ["python", f"runner/{command}.py"]
+
+
+def with_typed_commands(text: str) -> str:
+    """Return the text with the commands as the user types them: `lm-train` instead of `python runner/train.py` where
+    the wheel is installed.
+    """
+    return re.sub(r"python runner/(\w+)\.py", lambda match: shlex.join(command_line(match[1])), text)
 
 
 def command_line_here(command: str) -> list[str]:

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import pkgutil
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -158,10 +159,11 @@ def check_imported(names: Iterable[str]) -> None:
     """Raise UserError for plugins that a config names and that were not typed for this command."""
     import_inherited_plugins()
     if missing := [name for name in names if name not in IMPORTED_MODULES]:
+        typed = shlex.quote(f"plugins={json.dumps(missing, ensure_ascii=False)}")  # paths may have spaces and commas
         raise UserError(
             f"the config needs plugins that were not given: {', '.join(missing)}; modules named in a file are not imported",
-            f"plugins=[{','.join(missing)}]",
-            f"add plugins=[{','.join(missing)}] if you trust them",
+            typed,
+            f"add {typed} if you trust them",
         )
 
 

@@ -74,7 +74,8 @@ def test_wheel_commands_run_beside_a_users_own_data_and_models(wheel: Path, tmp_
     assert (folder / "model" / "model.safetensors").is_file() and not (site / "lm_runner" / "_app" / "outputs").exists()
     resumed = run("train", f"resume={folder}", "train.max_steps=3")
     assert resumed.returncode == 0, resumed.stderr
-    swept = run("train", "--multirun", *SMALL, "optimizer.lr=1e-3,2e-3")
+    (work / "mine.py").write_text("")
+    swept = run("train", "--multirun", *SMALL, "plugins=[mine]", "optimizer.lr=1e-3,2e-3")
     assert swept.returncode == 0, swept.stdout + swept.stderr
     assert len(list((work / "outputs" / "multirun").glob("*/*/*/run.json"))) == 2
     assert run("chat", "run=last", "prompt=Ludo", "max_new_tokens=2").returncode == 0

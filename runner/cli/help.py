@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
-import shlex
 import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
@@ -13,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from common.paths import CONF_DIR, REPO_ROOT, command_line
+from common.paths import CONF_DIR, REPO_ROOT, with_typed_commands
 from common.settings import as_typed, field_comments, flat_settings
 from data.schemas.registry import STAGE_OF_FORMAT, schemas_of
 from runner.config.schema import config_groups, strip_optional
@@ -85,7 +83,7 @@ def train_help(config_dirs: Sequence[Path]) -> str:
         "Examples\n" + "\n".join(f"  {line}" for line in EXAMPLES),
         _two_columns("Flags", TRAIN_FLAGS),
     ]
-    return _with_typed_commands("\n\n".join(pages))
+    return with_typed_commands("\n\n".join(pages))
 
 
 def subcommand_help(name: str, schema: type, with_train_config: bool) -> str:
@@ -111,7 +109,7 @@ def subcommand_help(name: str, schema: type, with_train_config: bool) -> str:
         _two_columns("Settings and their defaults; one with ... must be given", settings),
         flags,
     ]
-    return _with_typed_commands("\n\n".join(pages))
+    return with_typed_commands("\n\n".join(pages))
 
 
 def default_settings(name: str) -> dict[str, Any]:
@@ -126,13 +124,6 @@ def _comments(config_class: type, prefix: str = "") -> dict[str, str]:
         if is_dataclass(inner := strip_optional(kind)):
             comments |= _comments(typing.cast(type, inner), f"{prefix}{name}.")
     return comments
-
-
-def _with_typed_commands(page: str) -> str:
-    """Return the page with the commands as the user types them: `lm-train` instead of `python runner/train.py` where
-    the wheel is installed.
-    """
-    return re.sub(r"python runner/(\w+)\.py", lambda match: shlex.join(command_line(match[1])), page)
 
 
 def _two_columns(title: str, lines: Iterable[tuple[str, str]]) -> str:

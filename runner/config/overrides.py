@@ -368,7 +368,10 @@ def config_dirs(typed: list[str], conf: Path = CONF_DIR) -> list[Path]:
         scheme, _, location = url.rpartition("://")
         if scheme == "pkg":
             package, *parts = location.split("/")
-            spec = importlib.util.find_spec(package)
+            try:
+                spec = importlib.util.find_spec(package)
+            except (ImportError, ValueError):  # the package before the dot is not installed, or the name is empty
+                continue
             dirs += [Path(root, *parts) for root in spec.submodule_search_locations or ()] if spec else []
         else:
             dirs.append(Path(location))
@@ -379,22 +382,22 @@ def _values_of(key: str, typed: list[str]) -> list[str]:
     """Return the values of the last override of a setting that is a list of strings."""
     given = overrides_of(key, typed)
     value = parse_value(given[-1]) if given else []
-    if not isinstance(value, list) and key == PLUGINS_KEY:
-        raise UserError("plugins must be a list", given[-1], f"plugins=[{value or ''}]")
-    return [str(getattr(item, "text", item)) for item in (value if isinstance(value, list) else [value])]
+    if not isinstance(value, list):
+        text = given[-1].partition("=")[2] if value else ""
+        raise UserError(f"{key} must be a list", given[-1], f"{key}=[{text}]")
+    return [str(getattr(item, "text", item)) for item in value]
 
 
 def _config_dir_url(name: str) -> str:
-    if name.startswith("pkg://"):
-        return name
+    is_package = name.startswith("pkg://")
     folder = Path(name.removeprefix("file://")).expanduser().absolute()
-    if not folder.is_dir():
+    if not (config_dirs([f"{SEARCHPATH_KEY}=[{quote_path(name)}]"])[1:] if is_package else folder.is_dir()):
         raise UserError(
             f"the folder of config groups {name} does not exist",
             f"{SEARCHPATH_KEY}=[{name}]",
             "--config-dir=DIR, where DIR holds e.g. model/mine.yaml",
         )
-    return f"file://{folder}"
+    return name if is_package else f"file://{folder}"
 
 
 def plugins_of(typed: list[str]) -> list[str]:

@@ -123,16 +123,15 @@ def create_unique(folder: Path) -> Path:
     """Create the directory `folder`, with a suffix (-2, -3, ...) if it exists: the later of two launches in one second
     gets one. Return it.
     """
-    create_dirs(folder.parent)
-    for number in itertools.count(1):
-        unique = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-        try:
-            unique.mkdir()
-        except FileExistsError:
-            continue
-        _created.add(unique)
-        return unique
-    raise AssertionError("count() ends never")
+    with suppress(OSError):  # to lock the directory is refused then, with a fix
+        create_dirs(folder.parent)
+        for number in itertools.count(1):
+            unique = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+            with suppress(FileExistsError):
+                unique.mkdir()
+                _created.add(unique)
+                return unique
+    return folder
 
 
 def claim(folder: Path) -> bool:

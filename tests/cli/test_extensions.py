@@ -173,7 +173,7 @@ def test_resume_never_imports_a_plugin_that_is_not_typed(
     plugin.write_text(f"open({str(workspace / 'imported')!r}, 'w')")
     for argv in ([f"resume={run}"], [f"resume={run}", "--cfg", "job"], [f"resume={run}", "train.max_steps=3"]):
         result = call(*argv)
-        assert is_user_error(result) and f"plugins=[{plugin}]" in result.stderr
+        assert is_user_error(result) and f'plugins=["{plugin}"]' in result.stderr
     assert not (workspace / "imported").exists()
 
 
@@ -183,7 +183,7 @@ def test_plugins_in_a_yaml_file_are_not_imported(call: Call, plugin: Path, confi
         f"# @package _global_\nplugins: [{plugin}]\noptimizer:\n  name: plainsgd\n"
     )
     result = call("--config-dir", str(config_dir), "experiment=mine")
-    assert is_user_error(result) and f"plugins=[{plugin}]" in result.stderr and "my_optimizers" not in sys.modules
+    assert is_user_error(result) and f'plugins=["{plugin}"]' in result.stderr and "my_optimizers" not in sys.modules
 
 
 def test_plugin_that_cannot_be_imported_is_refused(call: Call, workspace: Path) -> None:
@@ -216,4 +216,4 @@ def test_jobs_of_a_sweep_and_their_ranks_import_the_typed_plugins(
             MODEL
         )
     done = program(f"resume={sweep}", "train.max_steps=3")
-    assert is_user_error(done) and f"plugins=[{workspace / 'my_optimizers.py'}]" in done.stderr
+    assert is_user_error(done) and f'plugins=["{workspace / "my_optimizers.py"}"]' in done.stderr

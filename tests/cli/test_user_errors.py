@@ -97,6 +97,12 @@ EARLY: list[tuple[list[str], list[str]]] = [
     ),
     (["plugins=[no_such_module]"], ["plugin no_such_module is neither"]),
     (["plugins=rows"], ["plugins must be a list", "plugins=[rows]"]),
+    (["plugins=a.py,b.py"], ["plugins must be a list", "plugins=[a.py,b.py]"]),
+    (["hydra.searchpath=my,conf"], ["hydra.searchpath must be a list", "hydra.searchpath=[my,conf]"]),
+    *(
+        ([f"hydra.searchpath=[{url}]"], [f"config groups {url} does not exist"])
+        for url in ("pkg://no", "pkg://no.conf")
+    ),
     (["resume=nowhere"], ["nowhere does not exist"]),
     (["resume=last"], ["no run in", "start one"]),
     (["resume=rows.jsonl"], ["there is no run.json"]),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
 from common.errors import UserError
-from common.registry import Registry, locate_plugin
+from common.registry import Registry, check_imported, locate_plugin
+from runner.config.literals import parse_value
 
 ENTRY = """
 from registry_owner import COLORS
@@ -67,3 +69,10 @@ def test_plugin_name_is_read_as_it_is_typed(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(UserError, match="neither an importable module nor a file"):
         locate_plugin(name)
     assert locate_plugin("mine") == str(tmp_path / "mine.py")
+
+
+def test_plugin_that_is_missing_has_a_fix_for_a_path_with_a_comma() -> None:
+    with pytest.raises(UserError) as error:
+        check_imported(["/my data/a,b.py"])
+    _, typed, *_ = shlex.split(str(error.value.fix))
+    assert parse_value(typed) == ["/my data/a,b.py"]

@@ -12,6 +12,7 @@ from common.errors import UserError
 from runner.checkpoint.atomic_dir import write_atomic_dir
 from runner.config.resolve import check_not_inside_run, resolve_run
 from runner.run_dir.contents import NAME_LENGTH, create_unique, is_sweep_dir, job_dirname
+from runner.run_dir.metadata import RunMetadata
 
 
 @pytest.fixture
@@ -122,6 +123,13 @@ def test_launches_in_one_second_get_directories_of_their_own(tmp_path: Path) -> 
     folder = tmp_path / "2026-01-01" / "10-00-00"
     assert [create_unique(folder).name for _ in range(3)] == ["10-00-00", "10-00-00-2", "10-00-00-3"]
     assert len(list(folder.parent.iterdir())) == 3
+
+
+def test_launch_where_outputs_cannot_be_created_names_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "outputs").write_text("a file in place of a directory that is not writable")
+    with pytest.raises(UserError, match="cannot be used") as error:
+        RunMetadata.open(create_unique(tmp_path / "outputs" / "2026-01-01" / "10-00-00"))
+    assert "hydra.run.dir=DIR" in error.value.fix
 
 
 def test_job_directory_is_named_by_its_swept_values_in_any_order() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import resume_command
+from common.errors import UserError, report_user_error, resume_command
 from common.paths import REPO_ROOT
 from runner.tracking.run_end import SAMPLES, NextCommand, commands_after_divergence, commands_to_continue, next_commands
 
@@ -146,3 +146,11 @@ def test_resume_command_names_this_python_and_checkout_where_needed(
     assert shlex.split(resume_command(RUN)) == [sys.executable, str(REPO_ROOT / "runner" / "train.py"), f"resume={RUN}"]
     tmp_path.rmdir()
     assert resume_command(RUN).endswith(f"resume={RUN}")
+
+
+def test_fix_of_an_error_names_the_installed_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("common.paths.IS_INSTALLED", True)
+    report_user_error(UserError("there are no runs yet", "all=true", "start one: python runner/train.py stage=sft"))
+    assert "fix:   start one: lm-train stage=sft" in capsys.readouterr().err
