@@ -382,6 +382,8 @@ def _values_of(key: str, typed: list[str]) -> list[str]:
     """Return the values of the last override of a setting that is a list of strings."""
     given = overrides_of(key, typed)
     value = parse_value(given[-1]) if given else []
+    if not isinstance(value, list) and key == SEARCHPATH_KEY and not hasattr(value, "list"):
+        value = [value]  # Hydra, too, takes one folder
     if not isinstance(value, list):
         text = given[-1].partition("=")[2] if value else ""
         raise UserError(f"{key} must be a list", given[-1], f"{key}=[{text}]")
