@@ -231,7 +231,8 @@ def count_parameters(model: nn.Module) -> int:
 
 def trained_parameters(model: LanguageModel) -> dict[str, nn.Parameter]:
     """Return the parameters that get a gradient from text, by name."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad and model.is_used_by_text(name)}
+    unused = tuple(f"{path}." for path in model.modules_unused_by_text)
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and not name.startswith(unused)}
 
 
 def freeze(model: LanguageModel, paths: Sequence[str]) -> None:

@@ -73,7 +73,7 @@ def _dispatch(argv: list[str]) -> None:
             "leave out --multirun, and give each setting one value",
         )
     typed, resume_from = overrides.take_resume(typed)
-    if folder := torchrun.previous_run_dir():
+    if torchrun.under_torchrun() and (folder := torchrun.previous_run_dir()):
         return _resume(folder, [], {name: flags[name] for name in flags if name != "--multirun"})
     if resume_from is not None:
         return _resume(resolve.resolve_run(resume_from), typed, flags)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from common.errors import PeerLostError, StopRequested, UserError
 from models.formats.tensor_files import check_finite
 from models.language_model import stored_tensors
-from models.lora import adapter_state_dict
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline
 from runner.engine.device import rng
@@ -277,7 +276,8 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return what a checkpoint holds: adapters alone where the model has some, otherwise all of it, frozen parameters
     and buffers included.
     """
-    return adapter_state_dict(model) or stored_tensors(model)
+    stored = stored_tensors(model)
+    return {name: tensor for name, tensor in stored.items() if ".lora." in name} or stored
 
 
 def load_strict(into: dict[str, Tensor], saved: dict[str, Tensor], source: Path) -> None:

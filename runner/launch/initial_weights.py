@@ -76,7 +76,8 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
     compares it.
     """
     keys = set(map(key_of, typed))
-    tree["init_from"] = _local_path(tree["init_from"], "init_from")
+    if tree["init_from"] not in UNNAMED_WEIGHTS:
+        tree["init_from"] = _local_path(tree["init_from"], "init_from")
     if tree["model"].get("path"):
         _adopt_path(tree, keys)
     init_from = tree["init_from"]

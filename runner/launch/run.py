@@ -98,7 +98,8 @@ def run(config: Config, metadata: RunMetadata) -> float:
     try:
         if is_new:
             init_from = resolve_init_from(config, metadata.folder, compatibility_fingerprints(config))
-            config = replace(config, init_from=init_from)
+            if init_from != config.init_from:
+                config = replace(config, init_from=init_from)
             if init_from != "scratch":
                 check_model(config)
         else:
@@ -118,7 +119,7 @@ def run(config: Config, metadata: RunMetadata) -> float:
             if (count := count_local_ranks(config)) > 1 or config.train.supervise:
                 return train_on_ranks(config, metadata, count)
         with StopFlag(announces=True) as stop:
-            if torchrun.is_rank_zero():
+            if torchrun.under_torchrun() and torchrun.is_rank_zero():
                 torchrun.broadcast_config(config, metadata)
             return train_or_verify(config, metadata, stop)
     except UserError:

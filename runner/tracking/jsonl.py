@@ -40,7 +40,7 @@ class JsonlLog:
         position = saved.positions.get(path.stem, 0)
         kept, later = content[:position], content[position:]
         self._file = open_append(path)  # open as long as the run
-        damage = inspect_log(path.stem, found, saved)
+        damage = inspect_log(path.stem, found, saved) if position else None
         if damage:
             kept, later = b"".join(damage.kept), b"".join(damage.later)
             copy = keep_damaged(path.parent, path.name, content) if damage.dropped else ""
