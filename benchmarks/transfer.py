@@ -50,7 +50,9 @@ def losses(folder: Path, exponents: range, overrides: list[str]) -> dict[int, fl
     return {exponent: float(rows[exponent]["loss"] or "inf") for exponent in exponents}
 
 
-def table(folder: Path, sources: dict[str, list[str]], optimizers: list[str], steps: int, seeds: int) -> str:
+def table(
+    folder: Path, sources: dict[str, list[str]], optimizers: list[str], depths: list[int], steps: int, seeds: int
+) -> str:
     length = [f"train.max_steps={steps}", f"seed={','.join(map(str, range(1, seeds + 1)))}"]
     lines = [
         f"Width {NARROW} and {WIDE}, {' '.join(length)}. A cell is the loss; bold: the lowest of the row. Moved: factors of 2 between the best learning rates of the wide and the narrow model.",
@@ -61,7 +63,7 @@ def table(folder: Path, sources: dict[str, list[str]], optimizers: list[str], st
                 continue
             columns = sorted({*base_grid, *plain_grid})
             lines += ["", f"## {name}, {optimizer}", "", "| layers | width | " + " | ".join(f"{2.0**each:.4g}" for each in columns) + " | moved |", "|---" * (len(columns) + 3) + "|"]  # fmt: skip
-            for depth in DEPTHS:
+            for depth in depths:
                 best = None
                 for label, width, base, grid in ((f"{NARROW}", NARROW, 0, base_grid), (f"{WIDE}", WIDE, 0, plain_grid), (f"{WIDE}, muP", WIDE, NARROW, base_grid)):  # fmt: skip
                     own = [f"optimizer={optimizer}", f"optimizer.mup_base_width={base}", *model_overrides(width, depth)]
@@ -84,12 +86,15 @@ if __name__ == "__main__":
     parser = result_parser(__doc__, needs_disk="the sweeps")
     parser.add_argument("--data", nargs=2, action="append", default=[], metavar=("NAME", "PATH"), help="more texts")
     parser.add_argument("--optimizers", nargs="+", default=list(GRIDS), choices=GRIDS, help="default: all")
+    parser.add_argument("--depths", nargs="+", type=int, default=list(DEPTHS), help="layers, default: 2 4")
     parser.add_argument("--steps", type=int, default=96, help="of each job, default 96")
     parser.add_argument("--seeds", type=int, default=1, help="of each point, default 1")
     args = parser.parse_args()
     sources = {"shipped sample": [f"data.path={SAMPLES / 'pretrain.jsonl'}"]}
     sources |= {name: [f"data.path={Path(path).absolute()}", "data.val_fraction=0.05"] for name, path in args.data}
-    text = table(Path(args.folder) / "transfer", sources, args.optimizers, args.steps, args.seeds)
-    command = f"python benchmarks/transfer.py --optimizers {' '.join(args.optimizers)} --steps {args.steps} --seeds {args.seeds} --write"
+    text = table(Path(args.folder) / "transfer", sources, args.optimizers, args.depths, args.steps, args.seeds)
+    depths = "" if args.depths == list(DEPTHS) else " ".join(map(str, args.depths))
+    command = f"python benchmarks/transfer.py --optimizers {' '.join(args.optimizers)}{f' --depths {depths}' if depths else ''} --steps {args.steps} --seeds {args.seeds} --write"
     name = "transfer" if len(args.optimizers) > 1 else f"transfer-{args.optimizers[0]}"
+    name += f"-{depths.replace(' ', '-')}-layers" if depths else ""
     report_result(name, "Transfer of the learning rate across width", command, text, args.write)
