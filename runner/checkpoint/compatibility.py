@@ -22,6 +22,7 @@ from common.filesystem import sha256_of_json
 from common.paths import REPO_ROOT
 from common.registry import plugin_files
 from common.settings import OnResume, resume_rules, setting_values
+from runner.checkpoint.format import read_newest_state
 
 if TYPE_CHECKING:
     import torch
@@ -267,6 +268,12 @@ def describe_changed_code(saved: Mapping[str, Any], current: Mapping[str, Any]) 
         return f"code changed: {before[:12]} -> {now[:12]}"
     uncommitted = f" (uncommitted changes to {now[:12]})" if before and now else ""
     return f"code changed: {str(saved[CODE])[:12]} -> {str(current.get(CODE))[:12]}{uncommitted}"
+
+
+def has_other_frozen_weights(run_dir: Path, tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether `tensors`, the frozen weights of a run, were others when its newest checkpoint was saved."""
+    saved = (read_newest_state(run_dir) or {}).get("compatibility", {}).get(FROZEN_WEIGHTS)
+    return saved is not None and saved != fingerprint_parameters(tensors)
 
 
 def fingerprint_parameters(tensors: Mapping[str, Tensor]) -> str:

@@ -112,16 +112,14 @@ def _check_base(model: LanguageModel, run_dir: Path, setting: str) -> None:
     have been trained on. Files as old as the run are not compared.
     """
     from models.language_model import stored_tensors
-    from runner.checkpoint.compatibility import FROZEN_WEIGHTS, fingerprint_parameters
-    from runner.checkpoint.format import CHECKPOINTS_DIR, read_newest_state
+    from runner.checkpoint.compatibility import has_other_frozen_weights
+    from runner.checkpoint.format import CHECKPOINTS_DIR
 
     base, checkpoints = Path(RunMetadata.read(run_dir).get("init_from") or ""), run_dir / CHECKPOINTS_DIR
     files = (base, *base.glob("*.safetensors"), *base.glob("model/*.safetensors"))
     times = [path.stat().st_mtime for path in (checkpoints, *files) if path.exists()]
-    if not checkpoints.is_dir() or max(times) == times[0] or (state := read_newest_state(run_dir)) is None:
-        return
     weights = {name: tensor for name, tensor in stored_tensors(model).items() if ".lora." not in name}
-    if state["compatibility"].get(FROZEN_WEIGHTS) != fingerprint_parameters(weights):
+    if checkpoints.is_dir() and max(times) > times[0] and has_other_frozen_weights(run_dir, weights):
         fix = f"restore them; or run={run_dir / 'model'} adds it to the changed ones"
         raise UserError(f"the weights under this adapter have changed since it was trained: {base}", setting, fix)
 

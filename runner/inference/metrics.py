@@ -123,8 +123,7 @@ def preference(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfi
     The reward is the log-ratio of model and reference in nats: beta is 1.
     """
     from models.language_model import stored_tensors
-    from runner.checkpoint.compatibility import FROZEN_WEIGHTS, fingerprint_parameters
-    from runner.checkpoint.format import read_newest_state
+    from runner.checkpoint.compatibility import has_other_frozen_weights
     from runner.engine.objectives.dpo import Dpo
     from runner.engine.objectives.objective import Reference
 
@@ -138,9 +137,7 @@ def preference(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfi
         )
     # under adapters the checkpoint names the base, perhaps in 4 bits or merged
     is_known = not (cfg.reference or trained.has_adapter or reference.has_adapter)
-    state = read_newest_state(trained.run_dir) if is_known else None
-    saved = state and state["compatibility"].get(FROZEN_WEIGHTS)
-    if saved and saved != fingerprint_parameters(stored_tensors(reference.model)):
+    if is_known and has_other_frozen_weights(trained.run_dir, stored_tensors(reference.model)):
         raise UserError(
             "the weights that the run started from have changed since",
             name,
