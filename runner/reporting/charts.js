@@ -156,7 +156,7 @@ function sortableTable(table, name, groups = [...table.tBodies[0].rows]) {
 }
 
 // Whether each of the words, or its number in another spelling (5e-3 for 0.005), occurs in the text. No word is NaN, the number of 2.5.1.
-function matchesWords(text, words) {
+function matchesFilter(text, words) {
   const lower = text.toLowerCase(), numbers = (lower.match(/\d[\d.]*(e[-+]?\d+)?/g) || []).map(Number);
   return words.toLowerCase().split(/\s+/).every((word) => lower.includes(word) || numbers.some((number) => number === Number(word)));
 }

@@ -60,7 +60,7 @@
   }
 
   function filter() {
-    rows.forEach((row) => { row.hidden = !matchesWords(row.textContent, find("filter").value); });
+    rows.forEach((row) => { row.hidden = !matchesFilter(row.textContent, find("filter").value); });
     const shown = rows.filter((row) => !row.hidden).length;
     find("count").textContent = shown === rows.length ? "" : `${shown} of ${rows.length} runs`;
   }

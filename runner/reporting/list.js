@@ -9,7 +9,7 @@
     for (const row of rows) {
       const { status, stage, kind } = row.dataset;
       row.hidden = (kind === "job" && !controls.jobs.checked) || (controls.status.value && status !== controls.status.value)
-        || (controls.stage.value && stage !== controls.stage.value) || !matchesWords(row.textContent, controls.filter.value);
+        || (controls.stage.value && stage !== controls.stage.value) || !matchesFilter(row.textContent, controls.filter.value);
       shown += !row.hidden;
     }
     find("count").textContent = `${shown} of ${rows.length} shown`;

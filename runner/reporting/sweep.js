@@ -446,7 +446,7 @@
     shown = new Set();
     data.jobs.forEach((job, index) => {
       const fits = selects.every((select) => !select.value || job.values[Number(select.dataset.key)] === select.value);
-      if (fits && matchesWords(`${job.label} ${job.name} ${job.status === "diverged" ? "failed, diverged" : job.status}`, controls.text.value)) shown.add(index);
+      if (fits && matchesFilter(`${job.label} ${job.name} ${job.status === "diverged" ? "failed, diverged" : job.status}`, controls.text.value)) shown.add(index);
     });
     const rows = new Set([...shown].map((index) => data.jobs[index].row));
     tables.forEach((table, row) => { table.hidden = !rows.has(row); });

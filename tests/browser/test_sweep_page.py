@@ -109,8 +109,8 @@ def test_sweep_page_is_filtered_by_text_and_setting(open_page: Any, tmp_path: Pa
     assert page.locator("#shown").inner_text() == "2 of 12 jobs"
     page.locator("#text").fill("no such job")
     assert ranks(page) == [] and curves(page) == []
-    matches = "words => matchesWords('data of v2.5.1, lr 5e-3', words)"
-    assert [page.evaluate(matches, words) for words in ("0.005 v2", "rate", "6e-3")] == [True, False, False]
+    matches = "typed => matchesFilter('data of v2.5.1, lr 5e-3', typed)"
+    assert [page.evaluate(matches, typed) for typed in ("0.005 v2", "rate", "6e-3")] == [True, False, False]
 
 
 def test_sweep_page_is_sorted_and_read_by_keyboard(open_page: Any, tmp_path: Path) -> None:

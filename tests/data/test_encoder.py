@@ -363,7 +363,7 @@ def test_loss_weights_of_turns_are_those_of_their_tokens(tokenizer, write, build
 
 def test_weights_that_are_one_in_float32_are_none(write, build):
     def store_of(weight):
-        answers = [{"role": "assistant", "content": word, "weight": weight} for word in ("one", "two")]
+        answers = [{"role": "assistant", "content": text, "weight": weight} for text in ("one", "two")]
         question = {"role": "user", "content": "a question"}
         chat = [question, answers[0], question, answers[1] | {"weight": 1}]
         rows = build("chat", write([{"messages": chat, "weight": weight}]), loss_on="all")
