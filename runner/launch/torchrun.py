@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 RUN_ID, RESTART_COUNT = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
 JOB_ENV = "RUNNER_JOB"  # the job of a sweep that this process trains
 STORE_POLL_SECONDS = 0.1
-JOB_GRACE = 30.0  # seconds for a rank of a job to exit after rank 0 has
+JOB_GRACE = 30.0  # seconds for a rank of a job to exit once rank 0 begins the next job or exits
 RESTART_DIR_KEY = "restart_dir"  # run or sweep directory that a restart continues
 
 _messages_sent = 0  # by this process

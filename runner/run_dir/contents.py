@@ -123,6 +123,7 @@ def create_unique(folder: Path) -> Path:
     """Create the directory `folder`, with a suffix (-2, -3, ...) if it exists: the later of two launches in one second
     gets one. Return it.
     """
+    unique = folder
     with suppress(OSError):  # to lock the directory is refused then, with a fix
         create_dirs(folder.parent)
         for number in itertools.count(1):
@@ -130,8 +131,8 @@ def create_unique(folder: Path) -> Path:
             with suppress(FileExistsError):
                 unique.mkdir()
                 _created.add(unique)
-                return unique
-    return folder
+                break
+    return unique
 
 
 def claim(folder: Path) -> bool:

@@ -667,6 +667,7 @@ def test_torchrun_job_runs_on_every_rank_and_ends_with_rank_0(
     spawn = subprocesses.spawn
 
     def job(program: list[str], environment: dict[str, str], out: int | None) -> subprocess.Popen:
+        assert all(process.returncode is not None for process in started), "the former job has ended"
         started.append(spawn(["-c", "import time; time.sleep(60)"], environment, out))
         assert environment["RUNNER_JOB"] == f"job{len(started)}"
         return started[-1]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,6 +125,20 @@ def test_launches_in_one_second_get_directories_of_their_own(tmp_path: Path) -> 
     folder = tmp_path / "2026-01-01" / "10-00-00"
     assert [create_unique(folder).name for _ in range(3)] == ["10-00-00", "10-00-00-2", "10-00-00-3"]
     assert len(list(folder.parent.iterdir())) == 3
+
+
+def test_launch_without_a_directory_of_its_own_takes_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, mkdir = create_unique(tmp_path / "10-00-00"), Path.mkdir
+
+    def full_disk(folder: Path, **options: Any) -> None:
+        if folder.name.endswith("-2"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        mkdir(folder, **options)
+
+    monkeypatch.setattr(Path, "mkdir", full_disk)
+    assert create_unique(first) == tmp_path / "10-00-00-2"
 
 
 def test_launch_where_outputs_cannot_be_created_names_the_setting(tmp_path: Path) -> None:
