@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
@@ -30,11 +31,13 @@ def is_live_terminal(stream: TextIO) -> bool:
 
 def cell_width(text: str) -> int:
     """Return the number of terminal cells of `text`: two for a wide character, none for a combining one."""
-    if text.isascii():
-        return len(text)  # without an import of rich
-    from rich.cells import cell_len
+    return len(text) if text.isascii() else sum(map(_cells, text))
 
-    return cell_len(text)
+
+def _cells(character: str) -> int:
+    if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def pad(text: str, width: int, is_number: bool = False) -> str:

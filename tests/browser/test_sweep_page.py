@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -420,7 +419,7 @@ def test_sweep_page_follows_a_sweep_that_runs(open_page: Any, tmp_path: Path, mo
     monkeypatch.setattr("runner.reporting.page_server.MAX_PAGE_SHARE", float("inf"))
     waiting = [job({LR: lr}, None, status="new") for lr in "12"]
     folder = write_sweep(tmp_path / "sweep", waiting, status="running")
-    with PageServer(folder_pages(folder, partial(write_page, folder)), 0) as server:
+    with PageServer(folder_pages(folder), 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         page = open_page(f"http://127.0.0.1:{server.server_port}/", clock=time.time())
         assert "No job has logged a step yet" in page.locator("main").inner_text()

@@ -153,8 +153,9 @@ def test_lora_targets_name_layers_as_in_peft() -> None:
 @pytest.mark.slow
 @torch.no_grad()
 def test_lora_adapts_the_linear_class_of_falcon() -> None:
-    layer = FalconLinear(6, 4)
-    add_lora(model := nn.ModuleDict({"dense": layer}), lora(targets=["all-linear"], dora=True))
+    model = LanguageModel()
+    model.dense = layer = FalconLinear(6, 4)
+    add_lora(model, lora(targets=["all-linear"], dora=True))
     x = torch.randn(3, 6)
     before = layer(x)
     assert isinstance(layer, LoraLayer) and layer.adapter is not None
