@@ -44,9 +44,7 @@ SPAN_DTYPE = np.dtype("<u4")
 OFFSET_DTYPE = np.dtype([("token", "<u8"), ("span", "<u8")])
 ROW_DTYPE = np.dtype([("position", "<i8"), ("content", "<u8"), ("weight", "<f4"), ("checksum", "<u4")])
 OFFSET, ROW_HEAD = struct.Struct("<QQ"), struct.Struct("<q8sf")  # OFFSET_DTYPE, ROW_DTYPE without the checksum
-
-
-WEIGHT_MARK = -1  # in place of a start in spans.bin
+WEIGHT_MARK = -1  # in place of a start in spans.bin: the stop is the weight of the next span, the bits of a float32
 
 
 def row_checksum(*parts: Any) -> int:

@@ -116,10 +116,13 @@ def _check_base(model: LanguageModel, run_dir: Path, setting: str) -> None:
     from runner.checkpoint.format import CHECKPOINTS_DIR
 
     base, checkpoints = Path(RunMetadata.read(run_dir).get("init_from") or ""), run_dir / CHECKPOINTS_DIR
-    files = (base, *base.glob("*.safetensors"), *base.glob("model/*.safetensors"))
-    times = [path.stat().st_mtime for path in (checkpoints, *files) if path.exists()]
+    if not checkpoints.is_dir():
+        return
+    files = filter(Path.is_file, (base, *base.glob("*.safetensors"), *base.glob("model/*.safetensors")))
+    if not any(file.stat().st_mtime > checkpoints.stat().st_mtime for file in files):
+        return
     weights = {name: tensor for name, tensor in stored_tensors(model).items() if ".lora." not in name}
-    if checkpoints.is_dir() and max(times) > times[0] and has_other_frozen_weights(run_dir, weights):
+    if has_other_frozen_weights(run_dir, weights):
         fix = f"restore them; or run={run_dir / 'model'} adds it to the changed ones"
         raise UserError(f"the weights under this adapter have changed since it was trained: {base}", setting, fix)
 

@@ -45,10 +45,8 @@ def read_sweep_results(folder: Path) -> SweepResults:
     jobs = [_read_job(folder, job, folders) for job in sweep["jobs"]]
     for job in jobs:
         job.is_added_seed = is_added_seed(job.swept, sweep["swept"])
-        if (
-            sweep["sweeper"] == "grid" and job.status == "paused"
-        ):  # no search decides about it: train.stop_at has ended it
-            job.status = "interrupted"
+        if sweep["sweeper"] == "grid" and job.status == "paused":
+            job.status = "interrupted"  # train.stop_at has ended it, and no search decides about it
     keys = dict.fromkeys([*map(str, sweep["swept"]), *(key for job in jobs for key in job.swept)])
     _compare_data(jobs)
     ranked_by = next((kind for kind in LOSS_KINDS if any(kind in job.final for job in jobs)), "training")
