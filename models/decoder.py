@@ -96,7 +96,7 @@ class Decoder(LanguageModel):
         if cache is not None:
             cache.length += T
             x = x[:, -1:]
-        x = self.model.norm(x)
+        x = self.model.norm(x).to(x.dtype)
         # (S,)
         aux_loss = self.cfg.router_aux_loss_coef * load_balancing_loss(expert_use) if self.cfg.num_experts else None
         if labels is None:

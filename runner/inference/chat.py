@@ -44,11 +44,13 @@ class ChatConfig(CheckedSettings):
     max_new_tokens: int = at_least(1, 256)  # length limit of an answer (tokens)
     seed: int = within("[-9e18, 9e18]", 42)  # of sampling
     device: str  # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
+    # auto (bf16 on a GPU that computes it, else fp32), fp32, bf16 or fp16: the model is rounded to it
+    dtype: str = one_of("auto", "fp32", "bf16", "fp16")
 
 
 def chat(cfg: ChatConfig, folder: Path) -> None:
     """Print one answer to `cfg.prompt`, or hold a conversation on standard input."""
-    session = ChatSession(load_trained(folder, cfg.device), cfg)
+    session = ChatSession(load_trained(folder, cfg.device).compute_in(cfg.dtype), cfg)
     if cfg.prompt is not None:
         session.answer(cfg.prompt, _write_out)
         _write_out("\n")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from common.errors import UserError, print_note, strip_control
 from common.guarded_files import check_own_files, open_append
 from common.registry import Registry
-from common.settings import CheckedSettings, at_least, settings_class
+from common.settings import CheckedSettings, at_least, one_of, settings_class
 from data.config import check_max_length
 from runner.diagnostics.rows import training_overlap
 from runner.diagnostics.symptoms import finite_number, troubleshooting
@@ -60,7 +60,7 @@ Record = dict[str, Any]  # of one evaluation: a line of EVALUATIONS_FILE
 Listen = Callable[[], AbstractContextManager[Callable[[], bool]]] | None
 ComputeMetric = Callable[[LoadedModel, EvaluationSet, "EvaluateConfig"], MetricResults]
 # fields that make two records one evaluation
-SAME_EVALUATION = ("task", "metric", "data", "shots", "limit", "chat_template", "reference", *OF_RUN)
+SAME_EVALUATION = ("task", "metric", "data", "shots", "limit", "chat_template", "reference", "dtype", *OF_RUN)
 MAX_LABEL = 200  # characters
 # The metric that stands for an evaluation where there is one column: the first that it has.
 HEADLINES = "acc_norm acc exact_match perplexity byte_perplexity reward_accuracy f1 bleu".split()
@@ -102,6 +102,8 @@ class EvaluateConfig(CheckedSettings):
     chat_template: bool  # tasks: put questions into the model's chat template
     reference: Optional[str]  # preference: the model before DPO; null: the one that the run started from
     device: str  # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
+    # auto (bf16 on a GPU that computes it, else fp32), fp32, bf16 or fp16: the model is rounded to it
+    dtype: str = one_of("auto", "fp32", "bf16", "fp16")
 
     REGISTRIES = {"metric": METRICS}  # --help lists their names
 
@@ -154,7 +156,7 @@ def evaluate(cfg: EvaluateConfig, folder: Path, listen: Listen = None) -> Metric
         # before the weights are read, which takes longer
         data = _settings_of_run(cfg.data, run_dir_of(folder))
         examples = open_evaluation_set(data, cfg.metric, progress)
-        trained = load_trained(folder, cfg.device)
+        trained = load_trained(folder, cfg.device).compute_in(cfg.dtype)
         check_max_length(cfg.data.max_length or 0, trained.model.cfg.max_position_embeddings)
         sources = [source for source, _ in examples.files]
         if overlap := training_overlap(sources, RunMetadata.read(trained.run_dir)):
@@ -164,9 +166,19 @@ def evaluate(cfg: EvaluateConfig, folder: Path, listen: Listen = None) -> Metric
             results = METRICS.get(cfg.metric).compute(trained, examples, cfg)
     files = [source.name for source in sources]
     evaluated = {} if files == [cfg.data.path] else {"files": files}
-    typed = {name: getattr(cfg.data, name) for name in OF_RUN} | {"reference": cfg.reference}
-    typed = {name: value for name, value in typed.items() if value is not None}
-    result = {"metric": cfg.metric, "data": cfg.data.path, **typed, **evaluated, **exported_weights(folder), **results}
+    details = {name: getattr(cfg.data, name) for name in OF_RUN} | {
+        "reference": cfg.reference,
+        "dtype": trained.dtype,
+    }
+    details = {name: value for name, value in details.items() if value is not None}
+    result = {
+        "metric": cfg.metric,
+        "data": cfg.data.path,
+        **details,
+        **evaluated,
+        **exported_weights(folder),
+        **results,
+    }
     if progress.is_stopped:
         print_partial({**result, "partial": True, "n": progress.done, "of": progress.total})
         raise KeyboardInterrupt
@@ -279,11 +291,14 @@ def evaluation_label(record: Record) -> str:
             str(task),
             f"{record['shots']}-shot" if record.get("shots") else "",
             "chat" if record.get("chat_template") else "",
+            str(record.get("dtype") or ""),
         ]
         label = " ".join(filter(None, parts)) + (f", first {record['limit']}" if record.get("limit") else "")
     else:
         typed = (
-            f", {name}={record[name]}" for name in ("reference", *OF_RUN) if isinstance(record.get(name), str | int)
+            f", {name}={record[name]}"
+            for name in ("reference", "dtype", *OF_RUN)
+            if isinstance(record.get(name), str | int)
         )
         label = f"{record.get('metric')} {Path(str(record.get('data'))).name}{''.join(typed)}"
     return label[:MAX_LABEL]

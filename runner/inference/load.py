@@ -35,6 +35,25 @@ class LoadedModel:
     model: LanguageModel
     tokenizer: Tokenizer
     device: torch.device
+    dtype: str | None = None  # of weights and computation: bf16 or fp16; None: fp32
+
+    def compute_in(self, dtype: str) -> LoadedModel:
+        """Round the fp32 weights in place to the `dtype` of chat.py, which all products then have.
+
+        Buffers stay fp32: bf16 rounds positions 257 and 258 to the same number. Raises UserError if the device does not
+        compute in it.
+        """
+        from runner.engine.device.precision import Precision, PrecisionConfig
+
+        precision = Precision(PrecisionConfig(dtype).on(self.device.type), self.device)
+        if precision.name == "fp32":
+            return self
+        self.model.generates_in_batches(0)  # found with fp32 weights: rounding to 16 bits would hide differences
+        for parameter in self.model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.to(precision.dtype)
+        print_note(f"the model computes in {precision.name}")
+        return dataclasses.replace(self, dtype=precision.name)
 
     @property
     def data_format(self) -> str | None:

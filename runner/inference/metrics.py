@@ -143,7 +143,7 @@ def preference(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfi
             name,
             f"reference=DIR names a copy of them, or a checkpoint {name}@step-N; reference={name} takes the changed ones",
         )
-    objective = Dpo(1.0, Reference(reference.model))
+    objective = Dpo(1.0, Reference(reference.compute_in(cfg.dtype).model))
     pairs, totals = 0, {"reward_accuracy": 0.0, "reward_margin": 0.0}
     for batch in examples.batches(trained, cfg.batch_size):
         sums = objective.loss(trained.model, batch)

@@ -285,7 +285,8 @@ def _measured(run: ComparedRun) -> dict[tuple[str, int], float]:
     for record in records:
         loss, tokens = finite_number(record.get("loss")), record.get("loss_tokens")
         if record.get("metric") == "perplexity" and loss is not None and isinstance(tokens, int):
-            data = f"{record.get('files') or record.get('data')}", tokens
+            where = record.get("files") or record.get("data"), record.get("dtype")
+            data = " in ".join(str(part) for part in where if part), tokens
             found.pop(data, None)  # the order is that of the newest results
             found[data] = loss
     return found

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Optional
 
 from common.errors import UserError, print_note
-from common.settings import CheckedSettings, at_least, settings_class, within
+from common.settings import CheckedSettings, at_least, one_of, settings_class, within
 from runner.inference.load import load_trained
 
 API_KEY = "RUNNER_API_KEY"  # environment variable: the token that clients must send
@@ -29,6 +29,8 @@ class ServeConfig(CheckedSettings):
     max_waiting: int = at_least(1, 1000)  # answers that may wait; a request beyond gets status 503
     max_new_tokens: int = at_least(1, 256)  # length of an answer (tokens) where a request gives none
     device: str  # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
+    # auto (bf16 on a GPU that computes it, else fp32), fp32, bf16 or fp16: the model is rounded to it
+    dtype: str = one_of("auto", "fp32", "bf16", "fp16")
 
 
 def serve(cfg: ServeConfig, folder: Path) -> None:
@@ -48,7 +50,7 @@ def serve(cfg: ServeConfig, folder: Path) -> None:
     key = _read_key()
     listener = _listen(cfg, key)
     host, port = listener.getsockname()[:2]
-    generation = GenerationQueue(load_trained(folder, cfg.device), cfg.max_batch, cfg.max_waiting)
+    generation = GenerationQueue(load_trained(folder, cfg.device).compute_in(cfg.dtype), cfg.max_batch, cfg.max_waiting)
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -43,7 +43,8 @@ def test_stages_follow_each_other_in_the_precision_of_the_card(tmp_path):
     for stage in ("sft", "lora", "dpo"):
         run("train", f"stage={stage}", f"init_from={base}", *SHORT[3:], f"hydra.run.dir={tmp_path / stage}")
         assert fields(tmp_path / stage)["outcome"] == "completed"
-    run("chat", f"run={tmp_path / 'sft'}", "prompt=Hello", "max_new_tokens=4", f"device={DEVICE}")
+    answered = run("chat", f"run={tmp_path / 'sft'}", "prompt=Hello", "max_new_tokens=4", f"device={DEVICE}")
+    assert ("computes in bf16" in answered) == (expected == "bf16")
     data = f"data.path={ROOT / 'data' / 'samples' / 'sft_val.jsonl'}"
     run("evaluate", f"run={tmp_path / 'sft'}", data, f"device={DEVICE}")
     run("export", f"run={tmp_path / 'sft'}", "format=hf", f"to={tmp_path / 'exported'}")

@@ -33,7 +33,13 @@ def chat_config(folder: Path, **changes: object) -> ChatConfig:
         "top_k": 0,
         "top_p": 0.9,
     }
-    values |= {"repetition_penalty": 1.0, "max_new_tokens": 12, "seed": 0, "device": "cpu"}
+    values |= {
+        "repetition_penalty": 1.0,
+        "max_new_tokens": 12,
+        "seed": 0,
+        "device": "cpu",
+        "dtype": "fp32",
+    }
     return ChatConfig(**values | changes)  # type: ignore[arg-type]  # values of many types in one dict
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from command_fixtures import TINY_RUN, Call
+from transformers import AutoModelForCausalLM
+from transformers_families import write_family
 
 from common.errors import UserError
 from data.tokenize.chat_template import ChatTemplate
@@ -65,7 +67,7 @@ def evaluate_config(metric: str, data: Path, max_length: int = 128, **changes: o
         ),
         "batch_size": 3,
     }
-    values |= {"max_new_tokens": 8, "show": 5, "reference": None, "device": "cpu"}
+    values |= {"max_new_tokens": 8, "show": 5, "reference": None, "device": "cpu", "dtype": "fp32"}
     values |= {"tasks": [], "tasks_path": None, "limit": None, "shots": None, "chat_template": False}
     return EvaluateConfig(**values | changes)  # type: ignore[arg-type]  # values of many types in one dict
 
@@ -283,6 +285,55 @@ def test_preference_rewards_are_relative_to_the_reference(write_model: Callable[
     assert forward["reward_accuracy"] + backward["reward_accuracy"] == pytest.approx(1) and forward["rows"] == 3
     itself = evaluate(evaluate_config("preference", data, reference=str(policy)), policy)
     assert itself["reward_margin"] == 0 and itself["reward_accuracy"] == 0
+
+
+@pytest.mark.parametrize("family", ["decoder", "gpt2"])
+def test_bf16_computes_as_transformers_with_rounded_weights(
+    write_model: Callable[..., Path], tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    if family == "decoder":
+        write_model(folder, seed=1, std=0.2)
+    else:
+        write_family(folder, family)
+    loaded = load_trained(folder, "cpu").compute_in("bf16")
+    assert "computes in bf16" in capsys.readouterr().err
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
+    assert all(b.dtype != torch.bfloat16 for b in loaded.model.buffers())
+    ids = torch.tensor([loaded.encode_text(TEXTS[2])])
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        found, rounded, full = (model(ids).logits.float().log_softmax(-1) for model in (loaded.model, expected, exact))
+    rounding = (rounded - full).abs().max()
+    assert 0 < rounding and (found - full).abs().max() < 2 * rounding
+    answer = generate(
+        loaded.model, [ids[0].tolist(), ids[0, 3:].tolist()], max_new_tokens=4, temperature=0, top_k=0, top_p=1.0,
+        repetition_penalty=1.0, stop_ids=[],
+    )  # fmt: skip
+    assert [len(row) for row in answer] == [4, 4]
+
+
+@pytest.mark.parametrize("metric", ["perplexity", "exact_match", "preference"])
+def test_result_in_bf16_is_recorded_beside_the_one_in_fp32(
+    write_model: Callable[..., Path], tmp_path: Path, metric: str
+) -> None:
+    folder, rows = write_model(tmp_path / "model", seed=1, std=0.2), {
+        "perplexity": [{"text": text} for text in TEXTS],
+        "exact_match": [{"conversations": chat("Who?", text)} for text in TEXTS],
+        "preference": [{"chosen": chat("Who?", text), "rejected": chat("Who?", text[::-1])} for text in TEXTS[:3]],
+    }  # fmt: skip
+    reference = str(write_model(tmp_path / "reference", seed=2)) if metric == "preference" else None
+    data = write(tmp_path / "rows.jsonl", rows[metric])
+    fp32, bf16 = (
+        evaluate(evaluate_config(metric, data, reference=reference, dtype=name), folder) for name in ("fp32", "bf16")
+    )
+    records = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    assert [record.get("dtype") for record in records] == [None, "bf16"]
+    assert evaluation_label(records[1]) != evaluation_label(records[0])
+    assert bf16 == pytest.approx(fp32, rel=0.05, abs=0.5 if metric == "exact_match" else 0) and (
+        metric == "exact_match" or bf16 != fp32
+    )
 
 
 def test_preference_loads_a_reference_whose_gradients_can_be_probed(hf_folder: Path) -> None:

@@ -193,6 +193,8 @@ def test_model_folders_are_compared_by_their_results_of_evaluate(tmp_path: Path)
     assert "by evaluate.py on x.jsonl" in comparison_text(compare_arms({"a": first, "b": second}))
     with pytest.raises(UserError, match="no result of evaluate.py on the same data"):
         compare_arms({"a": first, "b": model_folder(tmp_path / "other", 1.0, data="y.jsonl")})
+    with pytest.raises(UserError, match="no result of evaluate.py on the same data"):
+        compare_arms({"a": first, "b": model_folder(tmp_path / "rounded", 1.0, dtype="bf16")})
     with pytest.raises(UserError, match="different tokenizers"):
         compare_arms({"a": first, "b": model_folder(tmp_path / "tokens", 1.0, tokenizer="[]")})
 

@@ -59,10 +59,11 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
 def test_evaluations_of_a_run_are_replaced_by_repetitions_and_kept_otherwise(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     again, five = HELLASWAG | {"results": {"acc": 0.5}}, HELLASWAG | {"shots": 5}
-    for record in (HELLASWAG, PERPLEXITY, five, again):
+    rounded = PERPLEXITY | {"dtype": "bf16"}
+    for record in (HELLASWAG, PERPLEXITY, five, again, rounded):
         record_results(run, record)
-    assert evaluations(run) == [PERPLEXITY, five, again]
-    assert len((run / "evaluations.jsonl").read_text().splitlines()) == 4
+    assert evaluations(run) == [PERPLEXITY, five, again, rounded]
+    assert len((run / "evaluations.jsonl").read_text().splitlines()) == 5
     assert RunMetadata.read(run)["status"] == "completed"
 
 

@@ -188,6 +188,7 @@ def configured(**changes: Any) -> ServeConfig:
         "max_waiting": 9,
         "max_new_tokens": 8,
         "device": "cpu",
+        "dtype": "fp32",
     }
     return ServeConfig(**values | changes)
 

@@ -42,7 +42,7 @@ def evaluate_tasks(cfg: EvaluateConfig, folder: Path, listen: Listen = None) -> 
     """
     check_own_files(run_dir_of(folder), (EVALUATIONS_FILE,))
     tasks = load_tasks(cfg.tasks, cfg.tasks_path)
-    trained, records = load_trained(folder, cfg.device), []
+    trained, records = load_trained(folder, cfg.device).compute_in(cfg.dtype), []
     if cfg.chat_template and trained.tokenizer.chat_template is None:
         raise UserError("this model has no chat template", "chat_template=true", "chat_template=false")
     with EvaluationProgress("tasks", listen) as progress:
@@ -54,6 +54,8 @@ def evaluate_tasks(cfg: EvaluateConfig, folder: Path, listen: Listen = None) -> 
             for result in run_task(model, name, loaded, cfg):
                 progress.hide()
                 each = exported_weights(folder) | result
+                if trained.dtype:
+                    each["dtype"] = trained.dtype
                 if progress.is_stopped:
                     print_partial(each)
                 else:
