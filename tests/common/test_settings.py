@@ -112,7 +112,7 @@ def test_infinite_epsilon_and_nan_as_penalty_are_refused() -> None:
     with pytest.raises(UserError, match="optimizer.eps must be a positive number, got inf"):
         AdamWConfig(**adamw, betas=[0.9, 0.95], eps=math.inf)
     with pytest.raises(UserError, match=r"repetition_penalty must be in \[1e-5, inf\), got nan"):
-        ChatConfig("last", None, "auto", None, 0.7, 0, 0.9, math.nan, 256, 0, "auto")
+        ChatConfig("last", None, "auto", None, 0.7, 0, 0.9, math.nan, 256, 0, "auto", "auto")
 
 
 def config_classes() -> Iterator[type]:

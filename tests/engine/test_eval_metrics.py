@@ -71,7 +71,7 @@ def test_exact_match_of_an_evaluation_is_that_of_evaluate(run_of, rows, packing,
     )  # fmt: skip
     config = EvaluateConfig(
         run="here", metric="exact_match", data=data, batch_size=5, max_new_tokens=64, show=0, tasks=[], tasks_path=None,
-        limit=None, shots=None, chat_template=False, reference=None, device="cpu",
+        limit=None, shots=None, chat_template=False, reference=None, device="cpu", dtype="fp32",
     )  # fmt: skip
     assert evaluate(config, state.run_dir / "model")["exact_match"] == last
 

@@ -92,6 +92,7 @@ def config(names: list[str], folder: Path | str, **changes: Any) -> EvaluateConf
         "show": 0,
         "reference": None,
         "device": "cpu",
+        "dtype": "fp32",
     }
     values |= {"tasks": names, "tasks_path": str(folder), "limit": None, "shots": None, "chat_template": False}
     return EvaluateConfig(**values | changes)
