@@ -45,7 +45,10 @@ class LoadedModel:
         """
         from runner.engine.device.precision import Precision, PrecisionConfig
 
-        precision = Precision(PrecisionConfig(dtype).on(self.device.type), self.device)
+        try:
+            precision = Precision(PrecisionConfig(dtype).on(self.device.type), self.device)
+        except UserError as error:
+            raise UserError(error.message, f"dtype={dtype}", "dtype=fp32") from error
         if precision.name == "fp32":
             return self
         self.model.generates_in_batches(0)  # found with fp32 weights: rounding to 16 bits would hide differences

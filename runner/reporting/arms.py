@@ -261,9 +261,9 @@ def _use_results_of_evaluate(runs: list[ComparedRun]) -> None:
     common = [data for data in of_runs[0] if all(data in measured for measured in of_runs)]
     if not common:
         raise UserError(
-            "the runs and model folders have no result of evaluate.py on the same data",
+            "the runs and model folders have no result of evaluate.py on the same data in the same dtype",
             ", ".join(str(run.folder) for run in runs),
-            "evaluate each of them on the same file: python runner/evaluate.py run=DIR data.path=FILE metric=perplexity",
+            "evaluate each of them on the same file: python runner/evaluate.py run=DIR data.path=FILE metric=perplexity dtype=fp32",
         )
     for run, measured in zip(runs, of_runs, strict=True):
         path, tokens = common[-1]

@@ -314,6 +314,13 @@ def test_bf16_computes_as_transformers_with_rounded_weights(
     assert [len(row) for row in answer] == [4, 4]
 
 
+def test_dtype_that_the_device_does_not_compute_in_is_refused_by_its_name(hf_folder: Path) -> None:
+    loaded = replace(load_trained(hf_folder, "cpu"), device=torch.device("mps"))  # none before macOS 14
+    with pytest.raises(UserError, match="no bf16") as error:
+        loaded.compute_in("bf16")
+    assert (error.value.setting, error.value.fix) == ("dtype=bf16", "dtype=fp32")
+
+
 @pytest.mark.parametrize("metric", ["perplexity", "exact_match", "preference"])
 def test_result_in_bf16_is_recorded_beside_the_one_in_fp32(
     write_model: Callable[..., Path], tmp_path: Path, metric: str
