@@ -314,7 +314,10 @@ def test_bf16_computes_as_transformers_with_rounded_weights(
     assert [len(row) for row in answer] == [4, 4]
 
 
-def test_dtype_that_the_device_does_not_compute_in_is_refused_by_its_name(hf_folder: Path) -> None:
+def test_dtype_that_the_device_does_not_compute_in_is_refused_by_its_name(
+    hf_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *_: False)
     loaded = replace(load_trained(hf_folder, "cpu"), device=torch.device("mps"))  # none before macOS 14
     with pytest.raises(UserError, match="no bf16") as error:
         loaded.compute_in("bf16")
