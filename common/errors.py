@@ -11,6 +11,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import sys
 import traceback
 import unicodedata
@@ -34,6 +35,8 @@ OTHER_IS_BETTER, NOT_TOLD_APART = 10, 11  # of compare.py; OK: a is better
 PEER_LOST = 69  # a rank exits with it when another rank died; read by its launcher, never by the user
 INTERRUPTED_BY_USER = 130  # 128 + SIGINT: Ctrl-C before training has begun, or in a command that saves nothing
 INTERRUPTED_MESSAGE = "interrupted"
+# They save a run and end it; SIGUSR1: Slurm, before the time limit; SIGHUP: the terminal was closed
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 FULL_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
 DISK_ERRORS = FULL_DISK_ERRORS | {
     errno.EIO,

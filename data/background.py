@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from common.errors import StopRequested, TrainingError
+from common.errors import STOP_SIGNALS, StopRequested, TrainingError
 from common.ownership import process_stat
 
 T = TypeVar("T")
@@ -37,7 +37,6 @@ PROCESS_STATES = {
     "D": "it waits for a disk or a network file system",
 }
 _END = object()  # in place of an item: there are no more
-BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # for a process to be ready, which takes long on a busy machine; a longer data.worker_timeout holds here, too
 START_SECONDS = 60.0
 DATA_WORKER = "data worker"  # beginning of the names of processes that prepare batches
@@ -214,7 +213,7 @@ def _signals_blocked() -> Iterator[None]:
 
     Ctrl-C goes to the whole process group; the workers survive it, so that the parent can finish its step.
     """
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

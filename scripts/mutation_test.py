@@ -71,7 +71,7 @@ PYTEST_OPTIONS = (
     f"--hypothesis-profile={PROFILE}",
 )
 NO_TESTS_COLLECTED = 5  # exit code of pytest
-TIME_LIMIT = 120  # seconds of one pytest run; a mutant may loop forever
+TIME_LIMIT = 120  # seconds for one test; a mutant may loop forever
 LOG_LINES = 20  # of pytest, if it neither passes nor fails
 
 
@@ -189,12 +189,14 @@ class PytestProcess:
             importlib.import_module(name)
         gc.freeze()  # pytest collects garbage at its end: not that of all these modules
 
-    def run(self, tests: list[str], stop_at_first: bool) -> dict[str, Any]:
-        """Return {"code": exit code of pytest, "failed": {test: class of its exception}}; code -1 after TIME_LIMIT."""
+    def run(self, tests: list[str], stop_at_first: bool, time_limit: float = TIME_LIMIT) -> dict[str, Any]:
+        """Return {"code": exit code of pytest, "failed": {test: class of its exception}}; code -1 after `time_limit`
+        seconds.
+        """
         self.report.unlink(missing_ok=True)
         if not (pid := os.fork()):
             self._child(tests, stop_at_first)
-        deadline = time.monotonic() + TIME_LIMIT
+        deadline = time.monotonic() + time_limit
         while os.waitpid(pid, os.WNOHANG) == (0, 0):
             if time.monotonic() > deadline:
                 os.killpg(pid, signal.SIGKILL)
@@ -275,7 +277,9 @@ def run_mutants(mutants: list[Mutant], root: Path = ROOT) -> list[MutantResult]:
             print_result(results[-1])
         catching = sorted({result.detail for result in results if result.status == "caught"})
         unchanged: dict[str, Any] = (
-            process.run(catching, stop_at_first=False) if catching else {"code": 0, "failed": {}}
+            process.run(catching, stop_at_first=False, time_limit=TIME_LIMIT * len(catching))
+            if catching
+            else {"code": 0, "failed": {}}
         )
     if unchanged["code"] not in (0, 1):
         raise RuntimeError(f"pytest ends with {unchanged['code']} on the unchanged source")

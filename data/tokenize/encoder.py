@@ -163,11 +163,10 @@ class Encoder:
             )
         shared, answers = _common_prefix(chats), spans
         spans = [[span for span in each if span[1] > shared] for each in spans]
-        if not any(spans):
+        if not all(spans):  # without loss on one side it would be compared with 0
+            problem = "chosen and rejected are the same tokens, or one is the beginning of the other"
             fix = "make them differ, or delete the row"
-            return self._handle_bad_row(
-                BadRowError("no difference", "chosen and rejected are the same tokens", where, fix)
-            )
+            return self._handle_bad_row(BadRowError("no difference", problem, where, fix))
         longest = max(len(ids) for ids, _ in chats)
         if longest > max_ids:
             whole = spans

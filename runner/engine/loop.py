@@ -114,7 +114,7 @@ def train_steps(state: TrainState) -> None:
                 break
             epoch = progress.step // state.loader.steps_per_epoch
             lr = lr_at(progress.step, state.total_steps, cfg.optimizer.lr, cfg.schedule)
-            throughput.count(step_with_retries(state, batches, lr).tokens)
+            throughput.count(step_with_retries(state, batches, lr).counts.tokens)
             log_step(state, lr, epoch, throughput)
             state.is_consistent = True
             checkpoints.report_finished()
@@ -175,9 +175,9 @@ def step_with_retries(state: TrainState, batches: list[Batch], lr: float) -> Ste
         state.is_consistent = True  # the update was skipped, so the run is at the previous step
         state.check_stop()
     progress.step += 1
-    progress.examples += output.examples
-    progress.loss_tokens += output.loss_tokens
-    progress.tokens += output.tokens
+    progress.examples += output.counts.examples
+    progress.loss_tokens += output.counts.loss_tokens
+    progress.tokens += output.counts.tokens
     state.pending_steps.append(output)
     return output
 
@@ -203,7 +203,6 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
             for batch in batches
         ]
         items, *numbers = state.all_reduce_or_raise([sum(column) for column in zip(*counts, strict=True)])
-        loss_tokens, tokens, examples = map(int, numbers)
         for number, batch in enumerate(batches, start=1):
             if number > 1:
                 state.check_stop()
@@ -227,7 +226,8 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
     if dist.device.type == "cpu":
         keep_freed_memory()
     names = [batch.names for batch in batches]
-    return StepOutput(state.progress.step + 1, names, items, loss_tokens, tokens, examples, sums, losses, gradients)
+    step_counts = StepCounts(items, *map(int, numbers))
+    return StepOutput(state.progress.step + 1, names, step_counts, sums, losses, gradients)
 
 
 def save_and_interrupt(state: TrainState) -> NoReturn:

@@ -72,7 +72,9 @@ class Progress:
 
 
 class StepCounts(NamedTuple):
-    """Numbers that each rank has of a step, in this order, before they are summed; zeros if its loader failed."""
+    """Numbers of a step: of one rank, in this order, before they are summed, then over all ranks; zeros if the loader
+    of a rank failed.
+    """
 
     items: float = 0.0  # divisor of the loss
     loss_tokens: int = 0  # tokens with a label
@@ -85,10 +87,7 @@ class StepOutput(NamedTuple):
 
     step: int
     names: list[list[str]]  # file:line of the examples of each of this rank's micro-batches
-    items: float  # divisor of `sums`, over all ranks
-    loss_tokens: int  # tokens with a label, over all ranks
-    tokens: int  # all tokens computed, without padding, over all ranks
-    examples: int  # over all ranks
+    counts: StepCounts  # over all ranks
     sums: LossSums  # of the objective, over this rank's micro-batches
     losses: list[Tensor]  # () of each of them, summed over its items
     gradients: GradStats

@@ -78,7 +78,7 @@ def fetch_results(state: TrainState, steps: list[StepOutput]) -> list[StepResult
     numbers = state.dist.all_reduce_sum([*sums, *norms])
     totals = iter(numbers[: len(sums)])
     return [
-        StepResult(output, {name: next(totals) / output.items for name in output.sums}, norm / state.dist.size)
+        StepResult(output, {name: next(totals) / output.counts.items for name in output.sums}, norm / state.dist.size)
         for output, norm in zip(steps, numbers[len(sums) :], strict=True)
     ]
 

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from common.errors import OK
+from common.errors import OK, STOP_SIGNALS
 from runner.fault_injection.probes import PHASES, DiskFault, DiskHook, WorkerProbe
 from runner.fault_injection.rig import Trial, UninterruptedRun
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 FROM_TERMINAL = (signal.SIGINT, signal.SIGHUP)  # a terminal sends them to the whole process group
 ANNOUNCEMENT = ": stopping"  # what a stop signal is acknowledged with
 COLD_START_SECONDS = 3.0  # of imports, before a command that is not forked does what a fork does
@@ -101,7 +100,7 @@ def damage(file: Path, trial: Trial) -> str:
 def stop(trial: Trial, reference: UninterruptedRun) -> None:
     """A stop signal in one of the phases that the undisturbed run went through."""
     phases = [phase for phase in PHASES if reference.probe.read(phase)[0]]
-    phase, number = phases[trial.result.number % len(phases)], SIGNALS[trial.rng.randrange(len(SIGNALS))]
+    phase, number = phases[trial.result.number % len(phases)], STOP_SIGNALS[trial.rng.randrange(len(STOP_SIGNALS))]
     if phase == "tokenizing":
         trial.rig.clear_cache()
     times = reference.probe.read(phase)[0]

@@ -14,9 +14,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from common.errors import Outcome, TrainingError, print_note
+from common.errors import STOP_SIGNALS, Outcome, TrainingError, print_note
 from common.filesystem import write_all
 from common.guarded_files import open_append
+from runner.engine.device.compile import OUT_OF_MEMORY_TEXTS
 
 # Files with a counter of processes that the kernel has killed for lack of memory: of the control group (versions 2 and
 # 1), or of the machine
@@ -25,21 +26,10 @@ OOM_COUNTERS = (
     Path("/sys/fs/cgroup/memory/memory.oom_control"),
     Path("/proc/vmstat"),
 )
-STOP_CODES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 FIRST_SIGNAL_CODE = 128  # a process that exits by itself because of signal n has exit code 128 + n
 # Texts in the message of an exception, in the order in which they are looked for
 ERROR_TEXTS = (
-    (
-        "out_of_memory",
-        (
-            "out of memory",
-            "can't allocate memory",
-            "cannot allocate memory",
-            "memoryerror",
-            "bad_alloc",
-            "status_alloc_failed",
-        ),
-    ),
+    ("out_of_memory", ("memoryerror", *OUT_OF_MEMORY_TEXTS)),
     ("data_worker", ("data worker", "dataloader worker")),
     ("device", ("cuda error", "cublas", "cudnn", "nccl", "hip error", "device-side assert", "ecc error")),
     ("peer", ("another rank", "closed by peer", "reset by peer")),
@@ -77,7 +67,7 @@ def classify_failure(code: int, error: str, outcome: str | None, is_hanging: boo
         return FailureKind.HANG
     if code == -signal.SIGKILL:
         return FailureKind.OUT_OF_MEMORY if oom_kills > 0 else FailureKind.KILLED
-    if -code in STOP_CODES or code - FIRST_SIGNAL_CODE in STOP_CODES:
+    if -code in STOP_SIGNALS or code - FIRST_SIGNAL_CODE in STOP_SIGNALS:
         return FailureKind.STOPPED
     if code < 0:
         return FailureKind.CRASH

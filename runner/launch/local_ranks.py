@@ -22,6 +22,7 @@ from common.errors import (
     INTERRUPTED,
     OK,
     PEER_LOST,
+    STOP_SIGNALS,
     USER_ERROR,
     AlreadyReported,
     Interrupted,
@@ -37,7 +38,7 @@ from runner.engine.config import Config
 from runner.engine.device.cpu import threads_per_rank
 from runner.engine.device.distributed import RENDEZVOUS_ENV
 from runner.engine.device.heartbeat import Sign
-from runner.engine.device.signals import STOP_SIGNALS, SignalForwarder
+from runner.engine.device.signals import SignalForwarder
 from runner.launch import subprocesses
 from runner.launch.failures import Failure
 from runner.launch.supervisor import Liveness, Supervisor

@@ -14,12 +14,12 @@ import signal
 import threading
 from pathlib import Path
 
-from common.errors import INTERRUPTED, ignore_broken_pipe, run_then_hard_exit
+from common.errors import INTERRUPTED, STOP_SIGNALS, ignore_broken_pipe, run_then_hard_exit
 from common.filesystem import read_bounded
 from runner.config.compose import restore_hydra_config
 from runner.engine.device.distributed import RENDEZVOUS_DONE
 from runner.engine.device.heartbeat import start_heartbeat
-from runner.engine.device.signals import STOP_SIGNALS, StopFlag, handled_signals
+from runner.engine.device.signals import StopFlag, handled_signals
 from runner.launch.supervisor import write_stacks_at_a_crash
 from runner.launch.train_process import config_from_json, train_as_rank
 from runner.run_dir.contents import MAX_JSON_BYTES

@@ -1,4 +1,4 @@
-"""metrics.jsonl as columns: the one reader for all pages, tables and texts.
+"""metrics.jsonl as columns: what pages of runs and sweeps, tables and texts show.
 
 A missing or damaged file gives fewer values, or none, and never raises.
 """

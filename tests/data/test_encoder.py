@@ -242,6 +242,12 @@ def test_stats_of_several_chunks_add_up(write, build):
     assert stats_of(rows).tokens == sum(len(row.sequences[0].ids) for row in list_of(rows))
 
 
+def with_more_turns(row):
+    """`row` whose chosen conversation goes on after its first answer."""
+    more = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "b"}]
+    return {**row, "chosen": [*row["chosen"], *more]}
+
+
 BAD = [  # data format, bad row, its reason, its position
     ("text", b'{"text": "a', "invalid JSON", ":2:12"),
     ("text", {"title": "a"}, "wrong keys", ":2"),
@@ -251,6 +257,7 @@ BAD = [  # data format, bad row, its reason, its position
     ("chat", chat(("user", "a")), "no assistant turn", ":2 conversations"),
     ("chat", chat(("user", "a"), ("robot", "b")), "unknown role", ":2 conversations[1].role"),
     ("preference", pair("same", "same"), "chosen equals rejected", ":2"),
+    ("preference", with_more_turns(pair("a", "a")), "no difference", ":2"),
 ]
 GOOD = {"text": {"text": "good"}, "chat": chat(("user", "hi"), ("assistant", "ho")), "preference": pair("a", "b")}
 

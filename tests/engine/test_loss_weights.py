@@ -136,11 +136,11 @@ def test_step_with_loss_weights_is_that_of_plain_torch(
             norm.item(), rel=1e-4
         )
         assert (
-            result.output.items == pytest.approx(sum(state.objective.count(batch) for batch in batches))
-            and result.output.items % 1
+            result.output.counts.items == pytest.approx(sum(state.objective.count(batch) for batch in batches))
+            and result.output.counts.items % 1
         )
-        assert result.output.loss_tokens == sum(int((batch.labels != -100).sum()) for batch in batches)
-        return state, result.means["loss"], result.grad_norm, result.output.loss_tokens
+        assert result.output.counts.loss_tokens == sum(int((batch.labels != -100).sum()) for batch in batches)
+        return state, result.means["loss"], result.grad_norm, result.output.counts.loss_tokens
 
     one, *whole = step_of(8, 1)
     two, *halves = step_of(4, 2)

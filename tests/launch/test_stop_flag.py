@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import StopRequested
+from common.errors import STOP_SIGNALS, StopRequested
 from runner.engine.device import signals
-from runner.engine.device.signals import STOP_SIGNALS, CtrlC, SignalForwarder, StopFlag
+from runner.engine.device.signals import CtrlC, SignalForwarder, StopFlag
 
 ROOT = Path(__file__).parents[2]
 # every further signal is a second request, however soon it comes

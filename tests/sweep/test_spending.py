@@ -121,7 +121,7 @@ def test_time_of_earlier_launches_counts(fake_jobs: FakeJobs, sweep: Any, resume
     state = read_sweep(tmp_path / "sweep")
     (tmp_path / "sweep" / "sweep.json").write_text(json.dumps(state | {"spent_seconds": 3600.0}))
     before = jobs_of(tmp_path)
-    assert resume("sweep.budget=1h") == 0 and jobs_of(tmp_path) == before
+    assert resume("sweep.budget=10s") == 0 and jobs_of(tmp_path) == before
     assert read_sweep(tmp_path / "sweep")["spent_seconds"] > 3600
     with pytest.raises(UserError, match="no job of this sweep has to run") as error:
         planned_start([f"resume={tmp_path / 'sweep'}", "sweep.budget=2h"], {})

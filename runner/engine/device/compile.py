@@ -36,7 +36,7 @@ OUT_OF_MEMORY_TEXTS = (
     "can't allocate memory",
     "cannot allocate memory",
     "bad_alloc",
-    "cublas_status_alloc_failed",
+    "status_alloc_failed",
 )
 
 

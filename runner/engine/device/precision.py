@@ -1,7 +1,4 @@
-"""Precision: autocast, TF32, loss scaling, gradient clipping and the update.
-
-The only module that knows a dtype of the computation.
-"""
+"""Precision: autocast, TF32, loss scaling, gradient clipping and the update."""
 
 from __future__ import annotations
 

@@ -17,13 +17,11 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Self, TypeVar
 
-from common.errors import INTERRUPTED_BY_USER, INTERRUPTED_MESSAGE, StopRequested
+from common.errors import INTERRUPTED_BY_USER, INTERRUPTED_MESSAGE, STOP_SIGNALS, StopRequested
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.heartbeat import beat
 from runner.tracking.bar import DUMB_TERMINALS
 
-# SIGUSR1: Slurm, before the time limit; SIGHUP: the terminal was closed
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 DUPLICATE_SIGNAL_WINDOW = 0.2  # seconds; timeout(1) and torchrun send the same request twice
 STDERR = 2
 SHOW_CURSOR = "\x1b[?25h\n"

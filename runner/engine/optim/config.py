@@ -56,7 +56,7 @@ class OptimizerConfig(CheckedSettings):
     SECTION = "optimizer"
     ON_RESUME = "changes_training"
 
-    # a module of runner/engine/optim/, or an optimizer that a plugin registers
+    # adamw, muon, or an optimizer that a plugin registers
     name: str = field(metadata=INCOMPATIBLE)
     # largest learning rate (per step), reached after the warmup
     lr: float = within("(0, inf)", "5e-4", "a positive number")
