@@ -344,7 +344,7 @@ def with_tokenizer(config: Config, folder: Path, source: str | None) -> Config:
         source = str(found.absolute())
     elif typed not in (AUTO, MINIMIND, source) and Path(typed).exists():
         check_same_tokenizer(Path(typed), copy)
-    return _with_tokenizer_path(config, source)
+    return replace(config, data=replace(config.data, tokenizer=source))
 
 
 def resolve_start(config: Config) -> Config:
@@ -352,8 +352,5 @@ def resolve_start(config: Config) -> Config:
     directory.
     """
     init_from = resolve_init_from(config, outputs_dir() / "run", compatibility_fingerprints(config), warn=False)
-    return _with_tokenizer_path(replace(config, init_from=init_from), str(resolve_tokenizer(config.data, init_from)))
-
-
-def _with_tokenizer_path(config: Config, path: str) -> Config:
-    return replace(config, data=replace(config.data, tokenizer=path))
+    tokenizer = str(resolve_tokenizer(config.data, init_from))
+    return replace(config, init_from=init_from, data=replace(config.data, tokenizer=tokenizer))
