@@ -139,7 +139,8 @@ class DataConfig(CheckedSettings):
             )
         if self.schema is not None:
             check_choice("data.schema", self.schema, SCHEMAS)
-        check_columns(self.columns or {})
+        if self.columns:
+            check_columns(self.columns)
         ReadOptions.of(self)  # refuses an unknown encoding
         if self.val_fraction != "auto" and not (
             isinstance(self.val_fraction, int | float) and 0 <= self.val_fraction < 1
