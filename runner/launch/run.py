@@ -98,7 +98,7 @@ def run(config: Config, metadata: RunMetadata) -> float:
     is_new = before["init_from"] is None
     try:
         if is_new:
-            init_from = resolve_init_from(config, metadata.folder, compatibility_fingerprints(config))
+            init_from = resolve_init_from(config, metadata.folder)
             if init_from != config.init_from:
                 config = replace(config, init_from=init_from)
             if init_from != "scratch":

@@ -74,7 +74,7 @@ class SweepSession:
         fingerprints = initial_weights.compatibility_fingerprints(config)
         request = " ".join([config.stage.init_from_stage, *fingerprints.values()])
         if request not in self.state.init_from:
-            self.state.init_from[request] = initial_weights.resolve_init_from(config, self.state.folder, fingerprints)
+            self.state.init_from[request] = initial_weights.resolve_init_from(config, self.state.folder)
         return {"init_from": quote_path(self.state.init_from[request])}
 
     def job_overrides(self, job: SweepJob) -> list[str]:
