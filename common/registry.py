@@ -83,10 +83,6 @@ class Registry(Generic[T]):
         """Return all entries by name; imports every module of the package."""
         return {name: self._entry(name) for name in self.names()}
 
-    def find(self, name: str) -> T | None:
-        """Return the entry of this name, None if there is none."""
-        return self._entry(name) if name in self._entries or name in self.names() else None
-
     def get(self, name: str) -> T:
         """Return the entry of this name. Raises UserError if there is none."""
         check_choice(self.setting, name, self.names())

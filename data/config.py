@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 from common.errors import UserError
 from common.settings import (
@@ -23,9 +23,6 @@ from common.settings import (
     within,
 )
 from data.schemas.registry import SCHEMAS, check_columns
-
-if TYPE_CHECKING:
-    from data.sources.files import ReadOptions
 
 LOSS_TOKENS = ("assistant", "last_assistant", "all")
 TEXT_UNITS = ("file", "line")
@@ -109,12 +106,6 @@ class DataConfig(CheckedSettings):
     worker_timeout: float = at_least(0, 300, resume=IGNORED)
 
     @property
-    def read_options(self) -> ReadOptions:
-        from data.sources.files import ReadOptions
-
-        return ReadOptions.of(self)
-
-    @property
     def paths(self) -> list[str]:
         return list(self.path) if isinstance(self.path, (list, tuple)) else [self.path]
 
@@ -126,6 +117,8 @@ class DataConfig(CheckedSettings):
         return {name: path for name, path in named.items() if path}
 
     def __post_init__(self) -> None:
+        from data.sources.files import ReadOptions
+
         super().__post_init__()
         if not self.paths or not all(isinstance(path, str) and path for path in self.paths):
             raise UserError(
@@ -146,8 +139,9 @@ class DataConfig(CheckedSettings):
             )
         if self.schema is not None:
             check_choice("data.schema", self.schema, SCHEMAS)
-        check_columns(self.columns or {})
-        _ = self.read_options  # refuses what it cannot read
+        if self.columns:
+            check_columns(self.columns)
+        ReadOptions.of(self)  # refuses an unknown encoding
         if self.val_fraction != "auto" and not (
             isinstance(self.val_fraction, int | float) and 0 <= self.val_fraction < 1
         ):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 from common.errors import UserError, exiting_with_code, ignore_broken_pipe, run_then_hard_exit
@@ -27,12 +26,13 @@ def train_command(argv: list[str] | None = None) -> None:
     ignore_broken_pipe()
     argv = sys.argv[1:] if argv is None else argv
     if torchrun.is_multi_process():
-        run_then_hard_exit(lambda: _main(argv) if torchrun.is_rank_zero() else _worker_main(argv))
-    _main(argv)
+        run_then_hard_exit(lambda: _rank_zero_main(argv) if torchrun.is_rank_zero() else _worker_main(argv))
+    with exiting_with_code():
+        _dispatch(argv)
 
 
-def _main(argv: list[str]) -> None:
-    with exiting_with_code(), torchrun.releasing_workers() if torchrun.is_multi_process() else nullcontext():
+def _rank_zero_main(argv: list[str]) -> None:
+    with exiting_with_code(), torchrun.releasing_workers():
         _dispatch(argv)
 
 

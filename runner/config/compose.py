@@ -218,7 +218,7 @@ def section_class(section: str, values: Any) -> type | None:
     chosen = values.get(key, MISSING) if isinstance(values, dict) else MISSING
     if chosen == MISSING:
         return None
-    if (cls := registry.find(str(chosen))) is None:
+    if (cls := registry.entries().get(str(chosen))) is None:
         fix = did_you_mean(str(chosen), registry.names(), f"plugins=[FILE.py], a module that registers {chosen}")
         raise UserError(
             f"{section}.{key} must be one of {', '.join(registry.names())}, got {chosen}",

@@ -352,8 +352,6 @@ def add_config_dir(typed: list[str], folder: str | None) -> list[str]:
     """Return the overrides with the folder of `--config-dir` in hydra.searchpath, whose folders become absolute
     `file://` URLs.
     """
-    if folder is None and not overrides_of(SEARCHPATH_KEY, typed):
-        return typed
     urls = [_config_dir_url(url) for url in [*([folder] if folder else []), *_values_of(SEARCHPATH_KEY, typed)]]
     return [
         *(override for override in typed if key_of(override) != SEARCHPATH_KEY),
@@ -442,7 +440,8 @@ def prepare_overrides(typed: list[str], config_dir: str | None = None) -> list[s
     Paths are absolute then, and environment variables are replaced by their values. Hydra resolves those of its own
     settings, which files of a run hold as they are typed: a value may be secret. `config_dir`: --config-dir.
     """
-    typed = add_config_dir(typed, config_dir)
+    if config_dir is not None or overrides_of(SEARCHPATH_KEY, typed):
+        typed = add_config_dir(typed, config_dir)
     for number, override in enumerate(typed):
         values = list(itertools.takewhile(lambda value: "=" not in value, typed[number + 1 :]))
         if override.endswith(",") and values:

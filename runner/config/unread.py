@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from common.errors import UserError
 from data.config import DataConfig
+from data.sources.files import ReadOptions
 from data.sources.splits import resolve_data_files
 from runner.config.overrides import key_of
 from runner.engine.config import Config
@@ -35,7 +36,7 @@ def _has_validation_files(data: DataConfig) -> bool:
     if data.val_path != "auto":
         return bool(data.val_paths)
     files = [path for path in data.paths if not path.startswith("hub:")]
-    return bool(resolve_data_files(files, data.val_paths, data.read_options).validation)
+    return bool(resolve_data_files(files, data.val_paths, ReadOptions.of(data)).validation)
 
 
 NO_VALIDATION = "there is no validation data", "data.val_path=FILE, or data.val_fraction=0.01"

@@ -15,6 +15,7 @@ from common.filesystem import sha256_of_json
 from common.paths import display_path
 from data.config import DataConfig, resolved_too_long
 from data.schemas.registry import missing_columns, schema_of_source
+from data.sources.files import ReadOptions
 from data.sources.splits import DataFiles, resolve_data_files
 from data.types import BadRowError, EncodingConfig, sequences_per_row
 from runner.diagnostics.symptoms import FEW_ROWS, few_validation_rows, troubleshooting
@@ -57,7 +58,7 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, data_files: DataFiles
     from data.batching.mixture import MixedRows, mix_sources, separate_validation
 
     encoding = encoding_config(cfg, tokenizer)
-    data_files = data_files or resolve_data_files(cfg.data.paths, cfg.data.val_paths, cfg.data.read_options)
+    data_files = data_files or resolve_data_files(cfg.data.paths, cfg.data.val_paths, ReadOptions.of(cfg.data))
     *groups, held_out = [
         [tokenize_source(source, cfg.data, encoding, tokenizer, cfg.tracker.console) for source in group]
         for group in (*data_files.train, data_files.validation)

@@ -61,7 +61,8 @@ class EvaluationData(CheckedSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_columns(self.columns or {})
+        if self.columns:
+            check_columns(self.columns)
         if self.schema is not None:
             check_choice("data.schema", self.schema, SCHEMAS)
         ReadOptions.of(self)

@@ -278,7 +278,7 @@ def _folder_of_weights(init_from: str) -> str:
     return str(checkpoint)
 
 
-def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str], warn: bool = True) -> str:
+def resolve_init_from(config: Config, folder: Path, warn: bool = True) -> str:
     """Return `config.init_from` as a path or "scratch"; `auto` searches outputs/ and the directories beside `folder`. A
     sweep means its best job, a run that is not completed its newest checkpoint.
     """
@@ -286,7 +286,7 @@ def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str]
         text = "keep=optimizer is read by train.py and plan.py only, and typed with init_from=RUN@step-N"
         raise UserError(text, "keep=optimizer", "leave it out")
     if config.init_from == "auto":
-        return newest_completed_run(config, folder, fingerprints, warn)
+        return newest_completed_run(config, folder, compatibility_fingerprints(config), warn)
     if config.init_from == "scratch":
         return "scratch"
     check_init_from(config)
@@ -344,16 +344,13 @@ def with_tokenizer(config: Config, folder: Path, source: str | None) -> Config:
         source = str(found.absolute())
     elif typed not in (AUTO, MINIMIND, source) and Path(typed).exists():
         check_same_tokenizer(Path(typed), copy)
-    return _with_tokenizer_path(config, source)
+    return replace(config, data=replace(config.data, tokenizer=source))
 
 
 def resolve_start(config: Config) -> Config:
     """Return the config with the weights and the tokenizer that a run would start from now, for commands without a run
     directory.
     """
-    init_from = resolve_init_from(config, outputs_dir() / "run", compatibility_fingerprints(config), warn=False)
-    return _with_tokenizer_path(replace(config, init_from=init_from), str(resolve_tokenizer(config.data, init_from)))
-
-
-def _with_tokenizer_path(config: Config, path: str) -> Config:
-    return replace(config, data=replace(config.data, tokenizer=path))
+    init_from = resolve_init_from(config, outputs_dir() / "run", warn=False)
+    tokenizer = str(resolve_tokenizer(config.data, init_from))
+    return replace(config, init_from=init_from, data=replace(config.data, tokenizer=tokenizer))

@@ -14,6 +14,7 @@ from common.errors import Outcome, UserError, did_you_mean_path
 from common.filesystem import retry_disk
 from data.config import DataConfig
 from data.schemas.registry import schema_of_source
+from data.sources.files import ReadOptions
 from data.sources.splits import DataFiles, resolve_data_files
 from data.tokenize.origin import RUN_TOKENIZER
 from runner.engine.config import UNNAMED_WEIGHTS, Config
@@ -80,7 +81,7 @@ def check_data(data: DataConfig, data_format: str) -> DataFiles | None:
             typed = f"data.val_path={{{name}: {path}}}" if name else f"data.val_path={path}"
             raise UserError(f"data.val_path does not exist: {path}", typed, did_you_mean_path(path))
     paths = [path for path in data.paths if not path.startswith("hub:")]
-    files = resolve_data_files(paths, val_paths, data.read_options)
+    files = resolve_data_files(paths, val_paths, ReadOptions.of(data))
     if data.schema is None:
         for first, *_ in filter(None, (*files.train, files.validation)):
             schema_of_source(first, data_format)
@@ -97,7 +98,7 @@ def run(config: Config, metadata: RunMetadata) -> float:
     is_new = before["init_from"] is None
     try:
         if is_new:
-            init_from = resolve_init_from(config, metadata.folder, compatibility_fingerprints(config))
+            init_from = resolve_init_from(config, metadata.folder)
             if init_from != config.init_from:
                 config = replace(config, init_from=init_from)
             if init_from != "scratch":

@@ -107,20 +107,20 @@ class RunMetadata(AbstractContextManager["RunMetadata"]):
                 "give a run directory, e.g. resume=last",
             )
         check_run_files(folder)
-        is_new_run, lock = not holds_run(folder), acquire_dir(folder)
-        is_new_dir = contents.claim(folder)
+        lock, is_new_dir = acquire_dir(folder), contents.claim(folder)
         try:
             names = [name for name in os.listdir(folder) if name != LOCK_FILE and not is_owner_file(LOCK_FILE, name)]
-            recovered = recover(folder) if resume else []
-            fields = load_fields(folder / RUN_FILE)
-            if not resume:
-                check_no_run(folder, fields)
-            retry_disk(partial(write_owner, folder))
-            for parent in (folder, folder / "checkpoints"):
-                if parent.is_dir():
+            fields, recovered, held_run = dict(DEFAULT_METADATA), list[str](), False
+            if resume or names:  # an empty directory has nothing to read or to remove
+                held_run = holds_run(folder)
+                recovered = recover(folder) if resume else []
+                fields = load_fields(folder / RUN_FILE)
+                if not resume:
+                    check_no_run(folder, fields)
+                for parent in filter(Path.is_dir, (folder, folder / "checkpoints")):
                     remove_temp(parent)
-            before = names if is_new_run else None
-            metadata = cls(folder, lock, fields, is_new_dir=is_new_dir, names_before=before)
+            retry_disk(partial(write_owner, folder))
+            metadata = cls(folder, lock, fields, is_new_dir=is_new_dir, names_before=None if held_run else names)
             for message in recovered:
                 print_note(f"resume: {message}")
             if recovered:

@@ -74,7 +74,7 @@ class SweepSession:
         fingerprints = initial_weights.compatibility_fingerprints(config)
         request = " ".join([config.stage.init_from_stage, *fingerprints.values()])
         if request not in self.state.init_from:
-            self.state.init_from[request] = initial_weights.resolve_init_from(config, self.state.folder, fingerprints)
+            self.state.init_from[request] = initial_weights.resolve_init_from(config, self.state.folder)
         return {"init_from": quote_path(self.state.init_from[request])}
 
     def job_overrides(self, job: SweepJob) -> list[str]:
@@ -92,7 +92,7 @@ class SweepSession:
         if has_started(RunMetadata.read(run_dir)) or has_checkpoints(run_dir):
             return [f"resume={run_dir}", *job.pending_overrides]
         overrides, tree = self.job_overrides(job), self.composer.tree(job.overrides, self.derived_overrides(job))
-        config = saved_config.freeze_values(OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree))
+        config = snapshot.freeze_values(OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree))
         with suppress(OSError):  # a job uses a saved data.cache only if it exists; it says why it cannot
             make_dirs(Path(tree.data.cache))
         with RunMetadata.open(run_dir) as metadata:

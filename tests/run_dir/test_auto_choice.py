@@ -39,7 +39,7 @@ def write_run(folder: Path, config: Config, ended: str, loss: float) -> str:
 
 
 def resolved(config: Config, day: Path) -> str:
-    return resolve_init_from(config, day / "now", compatibility_fingerprints(config))
+    return resolve_init_from(config, day / "now")
 
 
 def test_auto_takes_the_best_job_of_the_newest_sweep(sft: Config, workspace: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from common.errors import UserError
-from common.paths import CONF_DIR
+from common.paths import CONF_DIR, REPO_ROOT
 from runner.config import snapshot
 from runner.config.compose import compose_config, compose_tree, source_files, to_config, without_hydra
 
@@ -40,6 +40,14 @@ def test_snapshot_holds_exactly_the_source_files(run: Path, copies: Path) -> Non
     assert names == set(source_files(TYPED))
     assert all((copies / name).read_bytes() == (CONF_DIR / name).read_bytes() for name in names)
     assert snapshot.changed_files(run) == []
+
+
+def test_freeze_values_keeps_what_is_written_of_unchanged_paths_only() -> None:
+    """A resume may replace ${repo:}/data by /data, or the other way round."""
+    below = {name: f"${{repo:}}/{name}" for name in "abc"}
+    resolved = {"a": f"{REPO_ROOT}/a", "b": "/b", "c": f"{REPO_ROOT}/c"}
+    assert snapshot.freeze_values(resolved, below) == {"a": "${repo:}/a", "b": "/b", "c": "${repo:}/c"}
+    assert snapshot.freeze_values(resolved, {"a": "/a", "b": None, "c": f"{REPO_ROOT}/c"}) == resolved
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def write_run(
 
 
 def resolved(config: Config, day: Path) -> str:
-    return resolve_init_from(config, day / "now", compatibility_fingerprints(config))
+    return resolve_init_from(config, day / "now")
 
 
 def test_auto_takes_the_newest_completed_run_of_the_previous_stage(
