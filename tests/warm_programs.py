@@ -194,6 +194,7 @@ def fork(
         if is_child:
             os.setpgid(0, 0)
             subprocesses.die_with_parent(parent)()
+            forget_ranks_of_torchrun()
         os.dup2(os.open(os.devnull, os.O_RDONLY) if stdin == subprocess.DEVNULL else stdin, 0)
         if out is not None:
             fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if isinstance(out, str) else out
@@ -211,6 +212,13 @@ def fork(
         run_program(program, search)
     finally:
         os._exit(1)
+
+
+def forget_ranks_of_torchrun() -> None:
+    """A job of a sweep meets its own: with the store of the sweep it would read from the connection of its parent."""
+    torchrun = importlib.import_module("runner.launch.torchrun")
+    torchrun._store.cache_clear()
+    torchrun._messages_sent = torchrun._jobs_announced = 0
 
 
 def run_program(program: list[str], search: list[str]) -> NoReturn:
