@@ -82,10 +82,14 @@ class WarmPrograms:
     def __init__(self, server: subprocess.Popen) -> None:
         self._server = server
 
-    def start(self, script: Path, *argv: str, cwd: Path, out: Path, env: dict[str, str] | None = None) -> ForkedProcess:
-        """Run `python script *argv`, with stdout and stderr in the file `out`, as Popen would start it."""
+    def start(
+        self, script: Path, *argv: str, cwd: Path, out: Path, err: Path | None = None, env: dict[str, str] | None = None
+    ) -> ForkedProcess:
+        """Run `python script *argv`, with stdout and stderr in the files `out` and `err` (None: `out`), as Popen would
+        start it.
+        """
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        pid = self._ask(start=[str(script), *argv], cwd=str(cwd), out=str(out), env=environment)
+        pid = self._ask(start=[str(script), *argv], cwd=str(cwd), out=str(out), err=err and str(err), env=environment)
         return ForkedProcess(pid, lambda pid: self._ask(poll=pid))
 
     def call(self, module: str, function: str, *arguments: str) -> None:
@@ -161,7 +165,7 @@ def answer_to(request: dict[str, Any], search: list[str]) -> int | None:
         return None
     if "poll" in request:
         return poll_pid(request["poll"])
-    return fork(request["start"], request["env"], search, request["cwd"], request["out"])
+    return fork(request["start"], request["env"], search, request["cwd"], request["out"], request["err"])
 
 
 def poll_pid(pid: int) -> int | None:
@@ -175,6 +179,7 @@ def fork(
     search: list[str],
     cwd: str | None,
     out: str | int | None,
+    err: str | None = None,
     is_child: bool = False,
     stdin: int = subprocess.DEVNULL,
     new_session: bool = False,
@@ -199,6 +204,8 @@ def fork(
         if out is not None:
             fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if isinstance(out, str) else out
             os.dup2(fd, 1), os.dup2(fd, 2)
+        if err is not None:
+            os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
         sys.stdin, sys.stdout, sys.stderr = (
             open(0, closefd=False),
             open(1, "w", closefd=False),
