@@ -62,7 +62,7 @@ def test_wheel_commands_run_beside_a_users_own_data_and_models(wheel: Path, tmp_
     for name in ("data", "models", "runner"):
         (work / name).mkdir(parents=True)
         (work / name / "__init__.py").write_text("raise AssertionError('the user module was imported')\n")
-    env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "lm_runner", *arguments]

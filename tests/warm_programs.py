@@ -8,6 +8,7 @@ the interpreter are not tested so: for those a test starts a cold process.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -27,6 +28,7 @@ from runner.launch import subprocesses
 
 IMPORTS = (
     "torch",
+    "numpy.ctypeslib",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.run",
@@ -34,8 +36,10 @@ IMPORTS = (
     "runner.train",
     "runner.engine.build",
     "runner.engine.loop",
+    "models.decoder",
     "runner.launch.worker",
 )
+SAMPLE_TOKENIZER = Path(__file__).parents[1] / "data" / "samples" / "tokenizer"
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -78,10 +82,14 @@ class WarmPrograms:
     def __init__(self, server: subprocess.Popen) -> None:
         self._server = server
 
-    def start(self, script: Path, *argv: str, cwd: Path, out: Path, env: dict[str, str] | None = None) -> ForkedProcess:
-        """Run `python script *argv`, with stdout and stderr in the file `out`, as Popen would start it."""
+    def start(
+        self, script: Path, *argv: str, cwd: Path, out: Path, err: Path | None = None, env: dict[str, str] | None = None
+    ) -> ForkedProcess:
+        """Run `python script *argv`, with stdout and stderr in the files `out` and `err` (None: `out`), as Popen would
+        start it.
+        """
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        pid = self._ask(start=[str(script), *argv], cwd=str(cwd), out=str(out), env=environment)
+        pid = self._ask(start=[str(script), *argv], cwd=str(cwd), out=str(out), err=err and str(err), env=environment)
         return ForkedProcess(pid, lambda pid: self._ask(poll=pid))
 
     def call(self, module: str, function: str, *arguments: str) -> None:
@@ -127,20 +135,27 @@ def serve(search: list[str], before_torch: list[str]) -> None:
     for module in IMPORTS:
         importlib.import_module(module)
     keep_what_commands_parse()
+    gc.collect()  # garbage collections in a fork leave alone what there is now: they took a third of its time
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     for line in sys.stdin:
         request = json.loads(line)
         print(json.dumps(answer_to(request, search)), flush=True)
 
 
 def keep_what_commands_parse() -> None:
-    """Compose two configs, and compile the template of a page: forks find what that has parsed."""
+    """Compose two configs, load the tokenizer of the samples, and compile the template of a page: forks find what that
+    has parsed.
+    """
     importlib.import_module("composition_cache").install()
+    from data.tokenize.tokenizer import Tokenizer
     from runner.config.compose import compose_config
     from runner.reporting import page_kit
 
     for stage in ("pretrain", "sft"):
         compose_config([f"stage={stage}"])
     page_kit._environment().get_template("run.jinja")
+    assert Tokenizer.load(SAMPLE_TOKENIZER).tokens_fingerprint  # which it keeps
 
 
 def answer_to(request: dict[str, Any], search: list[str]) -> int | None:
@@ -150,7 +165,7 @@ def answer_to(request: dict[str, Any], search: list[str]) -> int | None:
         return None
     if "poll" in request:
         return poll_pid(request["poll"])
-    return fork(request["start"], request["env"], search, request["cwd"], request["out"])
+    return fork(request["start"], request["env"], search, request["cwd"], request["out"], request["err"])
 
 
 def poll_pid(pid: int) -> int | None:
@@ -164,6 +179,7 @@ def fork(
     search: list[str],
     cwd: str | None,
     out: str | int | None,
+    err: str | None = None,
     is_child: bool = False,
     stdin: int = subprocess.DEVNULL,
     new_session: bool = False,
@@ -183,10 +199,13 @@ def fork(
         if is_child:
             os.setpgid(0, 0)
             subprocesses.die_with_parent(parent)()
+            forget_ranks_of_torchrun()
         os.dup2(os.open(os.devnull, os.O_RDONLY) if stdin == subprocess.DEVNULL else stdin, 0)
         if out is not None:
             fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if isinstance(out, str) else out
             os.dup2(fd, 1), os.dup2(fd, 2)
+        if err is not None:
+            os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
         sys.stdin, sys.stdout, sys.stderr = (
             open(0, closefd=False),
             open(1, "w", closefd=False),
@@ -200,6 +219,13 @@ def fork(
         run_program(program, search)
     finally:
         os._exit(1)
+
+
+def forget_ranks_of_torchrun() -> None:
+    """A job of a sweep meets its own: with the store of the sweep it would read from the connection of its parent."""
+    torchrun = importlib.import_module("runner.launch.torchrun")
+    torchrun._store.cache_clear()
+    torchrun._messages_sent = torchrun._jobs_announced = 0
 
 
 def run_program(program: list[str], search: list[str]) -> NoReturn:

@@ -254,10 +254,10 @@ def test_hydra_callbacks_and_job_settings_of_the_user_take_effect(call: Call, wo
 
 @pytest.mark.slow
 def test_hydra_callbacks_and_job_settings_reach_the_jobs_of_a_sweep(
-    program: Program, workspace: Path, rows: str
+    warm_program: Program, workspace: Path, rows: str
 ) -> None:
     typed = write_recorder(workspace)
-    result = program("--multirun", *TINY_RUN, rows, *typed, "seed=1,2", f"hydra.sweep.dir={workspace / 'sweep'}")
+    result = warm_program("--multirun", *TINY_RUN, rows, *typed, "seed=1,2", f"hydra.sweep.dir={workspace / 'sweep'}")
     assert result.returncode == 0, result.stderr
     logs = [recorded((workspace / "sweep" / f"seed={seed}" / "console.log").read_text()) for seed in (1, 2)]
     assert logs == [[f"on_job_start mine{number} blue 2", f"on_job_end mine{number} COMPLETED"] for number in (0, 1)]

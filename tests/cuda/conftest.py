@@ -1,7 +1,6 @@
 """`run_on_gpu(cases)`: trainings on GPUs that compute nothing (see fake_gpu.py), in forks of one process."""
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -10,6 +9,8 @@ from pathlib import Path
 import pytest
 from engine_fixtures import DATA_FORMAT, stage_overrides
 from warm_programs import WarmPrograms, warm_programs
+
+from common.file_lock import FileLock
 
 FOLDER = Path(__file__).parent
 COMPILER = ["g++", "-O0", "-w", "-fPIC", "-shared", "-std=c++20"]
@@ -28,10 +29,11 @@ def fake_gpu_library(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempP
     cache = getattr(pytestconfig, "cache", None)  # there is none with -p no:cacheprovider
     folder = cache.mkdir("fake_gpu") if cache else tmp_path_factory.getbasetemp()
     library = folder / f"{torch.__version__}-{source.stat().st_mtime_ns}.so"
-    if not library.exists():
-        own = library.with_suffix(f".{os.getpid()}")  # other processes of pytest may compile, too
-        subprocess.run([*COMPILER, f"-I{Path(torch.__file__).parent / 'include'}", source, "-o", own], check=True)
-        own.replace(library)
+    with FileLock.acquire(folder / "lock", wait=True):  # one of the processes of pytest compiles for all
+        if not library.exists():
+            part = library.with_suffix(".part")
+            subprocess.run([*COMPILER, f"-I{Path(torch.__file__).parent / 'include'}", source, "-o", part], check=True)
+            part.replace(library)
     return library
 
 

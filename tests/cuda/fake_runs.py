@@ -190,6 +190,7 @@ def programs(folder: Path, case: dict[str, Any]) -> list[int]:
     number of programs after each.
     """
     torch.nn.functional.scaled_dot_product_attention = fake_gpu.TORCH_ATTENTION  # which dynamo knows
+    torch._dynamo.reset()  # the programs of the case before
     found: list[Any] = []
     with MODE, torch.device("cuda", 0):
         model = create_model(composed(*stage_overrides("pretrain"), *case["overrides"]).model).train()

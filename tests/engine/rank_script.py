@@ -90,7 +90,8 @@ def fails(state, rank, where):
 def main():
     faulthandler.enable()  # a crash in native code leaves its stacks in the output
     torch.set_num_threads(1)
-    for training in json.loads(Path(sys.argv[1]).read_text()):
+    for number, training in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+        torch.manual_seed(number)  # a training must not depend on the random state that the one before it has left
         run_dir = Path(training["folder"])
         run_dir.mkdir(exist_ok=True)
         config = composed(*training["overrides"])

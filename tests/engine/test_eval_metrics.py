@@ -3,6 +3,7 @@ training.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -205,14 +206,19 @@ def test_metric_that_a_run_cannot_compute_is_refused(make_run, stage, overrides,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_record_the_answers_of_one_process(run_ranks, overrides_for, make_run, rows, tmp_path, strategy):
-    changes = [*RUN, METRICS, f"data.path={rows}", f"data.val_path={rows}", "data.val_duplicates=keep"]
-    folder = tmp_path / "ranks"
-    ranks = [*overrides_for("sft", *changes), f"distributed={strategy}", "distributed.backend=gloo", "device=cpu"]
-    run_ranks(2, [{"folder": str(folder), "overrides": [*ranks, "train.batch_size=4"]}])
+def test_ranks_record_the_answers_of_one_process(run_ranks, overrides_for, make_run, rows, tmp_path):
+    changes = [*RUN, METRICS, "train.eval_every=24", f"data.path={rows}", f"data.val_path={rows}"]
+    changes.append("data.val_duplicates=keep")
+    ranks = [*overrides_for("sft", *changes), "distributed.backend=gloo", "device=cpu", "train.batch_size=4"]
+    trainings = [
+        {"folder": str(tmp_path / strategy), "overrides": [*ranks, f"distributed={strategy}"]}
+        for strategy in ("ddp", "fsdp")
+    ]
+    run_ranks(2, trainings)
     one = make_run("sft", *changes)
     train(one)
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    found = [record["exact_match"] for record in lines if record["kind"] == "eval"]
-    assert found == pytest.approx([record["exact_match"] for record in records(one)], abs=0.1)
+    expected = [record["exact_match"] for record in records(one)]
+    for training in trainings:
+        lines = map(json.loads, (Path(training["folder"]) / "metrics.jsonl").read_text().splitlines())
+        found = [record["exact_match"] for record in lines if record["kind"] == "eval"]
+        assert len(found) == 2 and found == pytest.approx(expected, abs=0.1), training["folder"]

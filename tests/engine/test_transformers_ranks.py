@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from engine_fixtures import DATA_FORMAT, composed, stage_overrides, write_examples
 from transformers_families import random_family, write_family
+from warm_programs import WarmPrograms
 
 from models.formats.json_files import read_model_config
 from models.formats.load import load_weights
@@ -91,8 +92,13 @@ class Trainings:
 
 
 @pytest.mark.slow(long=True)
-def test_models_of_transformers_train_and_resume_on_two_ranks(tmp_path: Path, run_ranks: Callable[..., None]) -> None:
+def test_models_of_transformers_train_and_resume_on_two_ranks(
+    tmp_path: Path, run_ranks: Callable[..., None], warm: WarmPrograms
+) -> None:
     torch.set_num_threads(1)
+    for family in {cell.family for cell in CELLS.values()}:
+        name = family.removesuffix("_text")
+        warm.call("importlib", "import_module", f"transformers.models.{name}.modeling_{name}")
     trainings, elastic = Trainings(tmp_path), "tied weights and windows"
     trainings.on_one_rank(elastic, "elastic", stop_at=2)
     first = [

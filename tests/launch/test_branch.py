@@ -297,11 +297,11 @@ def test_checkpoint_named_by_its_step_gives_weights_alone_without_keep(
 
 
 @pytest.mark.slow
-def test_branch_of_every_job_of_a_sweep(program: Program, trunk: Path, workspace: Path) -> None:
+def test_branch_of_every_job_of_a_sweep(warm_program: Program, trunk: Path, workspace: Path) -> None:
     sweep = workspace / "sweep"
     typed = ["--multirun", f"init_from={trunk}@step-2,{trunk}@step-4", "optimizer.lr=0.02,0.001"]
     typed += ["sweep.zip=[init_from,optimizer.lr]", "keep=optimizer", f"hydra.sweep.dir={sweep}"]
-    result = program(*typed, OMP_NUM_THREADS=str(torch.get_num_threads()))
+    result = warm_program(*typed, OMP_NUM_THREADS=str(torch.get_num_threads()))
     assert result.returncode == 0, result.stderr
     jobs = {job.parent: RunMetadata.read(job.parent) for job in sweep.glob("*/run.json")}
     assert sorted(fields["branched_from"]["step"] for fields in jobs.values()) == [2, 4]
@@ -317,12 +317,12 @@ def test_branch_of_every_job_of_a_sweep(program: Program, trunk: Path, workspace
 
 @pytest.mark.slow
 def test_halving_of_branches_stops_them_at_shares_of_their_own_steps(
-    call: Call, call_command: Call, trunk: Path, workspace: Path
+    call: Call, call_command: Call, warm_program: Program, trunk: Path, workspace: Path
 ) -> None:
     """Steps of the trunk count for no rung: all branches that began after the first one were trained to their end."""
     typed = [*("--multirun", "hydra.sweeper.first_rung=0.5"), *("keep=optimizer", "train.max_steps=8")]
     halving = [*typed, "hydra/sweeper=halving", "optimizer.lr=0.02,0.01,0.001", "init_from=trunk@step-4"]
-    result = call(*halving, "hydra.sweep.dir=sweep")
+    result = warm_program(*halving, "hydra.sweep.dir=sweep")
     assert result.returncode == 0, result.stderr
     found = {job.status: workspace / "sweep" / job.name for job in read_sweep_results(workspace / "sweep").jobs}
     assert set(found) == {"completed", "paused"}
@@ -344,14 +344,14 @@ def test_halving_of_branches_stops_them_at_shares_of_their_own_steps(
 
 @pytest.mark.parametrize("flags", [(), pytest.param(("--multirun",), marks=pytest.mark.slow)], ids=["run", "sweep"])
 def test_branch_has_no_name_and_no_seconds_of_its_trunk(
-    flags: tuple[str, ...], call: Call, program: Program, trunk: Path, workspace: Path
+    flags: tuple[str, ...], call: Call, warm_program: Program, trunk: Path, workspace: Path
 ) -> None:
     assert call(f"resume={trunk}", "run.name=trunk", "run.note=ours", "train.max_steps=8").returncode == 0
     log = trunk / "metrics.jsonl"
     log.write_bytes(re.sub(rb'"time": \d', b'"time": 7', log.read_bytes()))
     start = [f"init_from={trunk}@step-8", "keep=optimizer", "train.max_steps=9"]
     where = f"hydra.sweep.dir={workspace / 'run'}" if flags else f"hydra.run.dir={workspace / 'run'}"
-    result = program(*flags, *start, where) if flags else call(*start, where)
+    result = warm_program(*flags, *start, where) if flags else call(*start, where)
     assert result.returncode == 0, result.stderr
     run = ComparedRun.read(next((workspace / "run").rglob("run.json")).parent)
     assert (run.name, run.note) == ("", "ours")

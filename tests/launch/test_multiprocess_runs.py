@@ -78,8 +78,7 @@ class Runs:
     ) -> subprocess.Popen | ForkedProcess:
         """Start the command, or torchrun, as a fork of a process that has imported torch; so are ranks and jobs.
 
-        `cold`: all of them with their imports. So is a sweep by torchrun: a job that is forked from a rank of torchrun
-        would find the process group of the sweep.
+        `cold`: all of them with their imports.
         """
         program, environment = [Path(self.train), *overrides], self.fault_environment(fault)
         if by == BY_TORCHRUN:
@@ -203,7 +202,7 @@ def test_sweep_jobs_use_all_ranks_and_can_be_extended(runs: Runs, by: str) -> No
         ["--multirun", *overrides, "optimizer.lr=1e-4,5e-4"],
         [f"resume={runs / 'sweep'}", "optimizer.lr=1e-4,1e-3"],
     ):
-        assert runs.run(*sweep, by=by, cold=by == BY_TORCHRUN) == 0, runs.output.read_text()
+        assert runs.run(*sweep, by=by) == 0, runs.output.read_text()
     jobs = sorted(path.parent for path in (runs / "sweep").glob("*/run.json"))
     assert len(jobs) == 3 and all(json.loads((job / "run.json").read_text())["attempt"] == 1 for job in jobs)
     assert all("rank 1 of 2" in (job / "logs" / "rank1.log").read_text() for job in jobs)
@@ -223,8 +222,7 @@ def test_sweep_continues_after_a_job_fails_on_its_ranks(runs: Runs, by: str) -> 
     files = ",".join(map(str, [runs.write_bad_rows(), *[runs / "rows.jsonl"] * 2]))
     # the first is refused, the second is killed
     points = ["seed=1,2,3", f"data.path={files}", "sweep.zip=[seed,data.path]"]
-    cold = by == BY_TORCHRUN
-    assert runs.run("--multirun", *overrides, *points, by=by, fault=fault, cold=cold) == 1, runs.output.read_text()
+    assert runs.run("--multirun", *overrides, *points, by=by, fault=fault) == 1, runs.output.read_text()
     jobs = json.loads((runs / "sweep" / "sweep.json").read_text())["jobs"]
     assert [job["status"] for job in jobs] == ["failed", "failed", "completed"], jobs
     assert processes_of(runs.root) == []
@@ -308,7 +306,7 @@ def test_torchrun_restart_continues_its_run_or_sweep(runs: Runs, overrides: list
         if overrides == ["run"]
         else ["--multirun", *runs.overrides("-")[:-1], f"hydra.sweep.dir={runs / 'sweep'}"]
     )
-    options = {"by": BY_TORCHRUN, "flags": ("--max-restarts=1",), "fault": fault, "cold": overrides != ["run"]}
+    options = {"by": BY_TORCHRUN, "flags": ("--max-restarts=1",), "fault": fault}
     assert runs.run(*target, "seed=1", **options) == 0, runs.output.read_text()
     folder = runs / "run" if overrides == ["run"] else next((runs / "sweep").glob("*/run.json")).parent
     assert json.loads((folder / "run.json").read_text())["attempt"] == 2 and diff_run_dirs(runs / "whole", folder) == []

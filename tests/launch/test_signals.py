@@ -174,7 +174,7 @@ def train_with_signal(
 
 @pytest.mark.slow(long=True)
 def test_signal_at_any_phase_saves_within_a_step_bitwise(tmp_path):
-    signals = faults(22, full=50)
+    signals = faults(14, full=50)
     chance, seen, latest, longest = random.Random(50), Counter(), 0.0, 0.0
 
     def next_signal(folder: Path) -> int:

@@ -162,16 +162,16 @@ def measure_family(name: str, folder: Path, steps: int, is_killed: bool) -> Fami
     at most 6.
     """
     runs = FamilyRuns(name, folder)
-    refused = ""
+    refused, kill_at = "", steps // 2 if is_killed else None
     packed: list[float | None] = []
     try:
-        packed = runs.losses("sft", PACKED, steps=steps)
+        sft, state = runs.compare_resumed("sft", PACKED, steps=steps, kill_at=kill_at)
+        packed = state.progress.recent_losses
+        unpacked = runs.losses("sft", steps=steps)
     except UserError as error:
         refused = f"refused: {error.message.partition(':')[0]}"
-    sft, state = runs.compare_resumed(
-        "sft", *([] if refused else [PACKED]), steps=steps, kill_at=steps // 2 if is_killed else None
-    )
-    unpacked = runs.losses("sft", steps=steps)
+        sft, state = runs.compare_resumed("sft", steps=steps, kill_at=kill_at)
+        unpacked = state.progress.recent_losses
     try:
         lora, _ = runs.compare_resumed("lora", steps=min(steps, 6))
     except UserError as error:

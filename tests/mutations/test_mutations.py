@@ -21,7 +21,7 @@ MIN_MUTANTS = 60  # a smaller number is a mistake: entries are changed with the 
 EVERY = int(os.environ.get("MUTANTS_EVERY", "120"))
 SUBJECTS = sorted({mutant.subject for mutant in MUTANTS})
 WITH_IMPORTS = {mutant.subject for mutant in MUTANTS if mutant.imports}  # together: large packages are imported once
-GROUPS = [sorted(WITH_IMPORTS), *(sorted({*SUBJECTS} - WITH_IMPORTS)[first::2] for first in range(2))]  # a process each
+GROUPS = [sorted(WITH_IMPORTS), sorted({*SUBJECTS} - WITH_IMPORTS)]  # a process each
 
 
 def mutation_test(*arguments: str) -> tuple[int, str]:
