@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import os
 import resource
 import signal
@@ -88,10 +89,14 @@ def remove_entries_of(plugin: str) -> None:
 
 @pytest.fixture(autouse=True)
 def forget_commands() -> Iterator[None]:
-    """Forget what commands leave in this process: the plugins that a test has imported, and what they have registered: a run copies their source, its jobs
-    import them, messages list them.
+    """Forget what commands leave in this process: handlers of Hydra that log to the streams of a test, and the plugins
+    that it has imported, with what they have registered: a run copies their source, messages list them.
     """
+    level = logging.root.level
     yield
+    logging.root.setLevel(level)
+    for handler in [handler for handler in logging.root.handlers if type(handler) is logging.StreamHandler]:
+        logging.root.removeHandler(handler)
     if plugins := sys.modules.get("common.registry"):
         for module in plugins.IMPORTED_MODULES.values():
             remove_entries_of(module.__name__)
