@@ -6,12 +6,14 @@ import copy
 import functools
 import itertools
 import json
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_fixtures import Program
 from fault_counts import IS_FULL
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -160,6 +162,18 @@ def warm_checkout(checkout: Path) -> Iterator[WarmPrograms]:
     """`warm` of the copy of the program that has smaller sample files."""
     with warm_programs(checkout) as warm:
         yield warm
+
+
+@pytest.fixture
+def warm_program(checkout: Path, warm_checkout: WarmPrograms, tmp_path: Path, tmp_path_factory: Any) -> Program:
+    """`program` of tests that do not test imports: a fork of the process that has imported torch."""
+    out, err = (tmp_path_factory.mktemp("program") / name for name in ("out", "err"))
+
+    def program(*argv: str, command: str = "train.py", cwd: Path = tmp_path, **env: str) -> subprocess.CompletedProcess:
+        process = warm_checkout.start(checkout / "runner" / command, *argv, cwd=cwd, out=out, err=err, env=env)
+        return subprocess.CompletedProcess(list(argv), process.wait(500), out.read_text(), err.read_text())
+
+    return program
 
 
 @pytest.fixture

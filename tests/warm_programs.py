@@ -15,16 +15,20 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from runner.launch import subprocesses
 
+# scripts that a program of this repository starts as children, all of which import torch
+WARM_CHILDREN = ("worker.py", "train.py", "fork_server.py", "trial.py")
 IMPORTS = (
     "torch",
     "torch._dynamo",
@@ -35,6 +39,7 @@ IMPORTS = (
     "runner.engine.build",
     "runner.engine.loop",
     "runner.launch.worker",
+    "runner.planning.planned_settings",
 )
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -78,10 +83,14 @@ class WarmPrograms:
     def __init__(self, server: subprocess.Popen) -> None:
         self._server = server
 
-    def start(self, script: Path, *argv: str, cwd: Path, out: Path, env: dict[str, str] | None = None) -> ForkedProcess:
-        """Run `python script *argv`, with stdout and stderr in the file `out`, as Popen would start it."""
+    def start(
+        self, script: Path, *argv: str, cwd: Path, out: Path, err: Path | None = None, env: dict[str, str] | None = None
+    ) -> ForkedProcess:
+        """Run `python script *argv`, with stdout and stderr in the files `out` and `err` (None: `out`), as Popen would
+        start it.
+        """
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        pid = self._ask(start=[str(script), *argv], cwd=str(cwd), out=str(out), env=environment)
+        pid = self._ask(start=[str(script), *argv], cwd=str(cwd), out=str(out), err=err and str(err), env=environment)
         return ForkedProcess(pid, lambda pid: self._ask(poll=pid))
 
     def call(self, module: str, function: str, *arguments: str) -> None:
@@ -150,7 +159,7 @@ def answer_to(request: dict[str, Any], search: list[str]) -> int | None:
         return None
     if "poll" in request:
         return poll_pid(request["poll"])
-    return fork(request["start"], request["env"], search, request["cwd"], request["out"])
+    return fork(request["start"], request["env"], search, request["cwd"], request["out"], request["err"])
 
 
 def poll_pid(pid: int) -> int | None:
@@ -164,6 +173,7 @@ def fork(
     search: list[str],
     cwd: str | None,
     out: str | int | None,
+    err: str | None = None,
     is_child: bool = False,
     stdin: int = subprocess.DEVNULL,
     new_session: bool = False,
@@ -187,6 +197,8 @@ def fork(
         if out is not None:
             fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if isinstance(out, str) else out
             os.dup2(fd, 1), os.dup2(fd, 2)
+        if err is not None:
+            os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
         sys.stdin, sys.stdout, sys.stderr = (
             open(0, closefd=False),
             open(1, "w", closefd=False),
@@ -206,17 +218,17 @@ def run_program(program: list[str], search: list[str]) -> NoReturn:
     """Run `python *program` in this process and end it."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+    from runner.planning import planned_settings
+
     spawn = subprocesses.spawn
 
     def spawn_child(
         argv: list[str], variables: dict[str, str], out: int | None, stdin: int = subprocess.DEVNULL
     ) -> subprocess.Popen | ForkedProcess:
         environment = dict(os.environ, PYTHONUNBUFFERED="1", **variables)
-        # a rank, a job of a sweep, or what forks such jobs
-        is_warm = Path(argv[0]).name in ("worker.py", "train.py", "fork_server.py")
         return (
             ForkedProcess(fork(argv, environment, search, None, out, is_child=True, stdin=stdin), poll_pid)
-            if is_warm
+            if Path(argv[0]).name in WARM_CHILDREN
             else spawn(argv, variables, out, stdin)
         )
 
@@ -224,7 +236,15 @@ def run_program(program: list[str], search: list[str]) -> NoReturn:
         assert options == {"stdout": None, "stderr": None, "start_new_session": True}, options
         return ForkedProcess(fork(list(args[1:]), env, search, None, None, new_session=True), poll_pid)
 
+    def run_plan(command: list[str], capture_output: bool, text: bool) -> subprocess.CompletedProcess:
+        with tempfile.TemporaryDirectory() as folder:
+            out, err = Path(folder) / "out", Path(folder) / "err"
+            pid = fork(command[1:], dict(os.environ), search, None, str(out), str(err))
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
+
     subprocesses.spawn = spawn_child
+    planned_settings.subprocess = SimpleNamespace(run=run_plan)
     subprocess_handler.Popen = start_rank  # of torchrun, whose entry point is Python: --no-python
     sys.argv, sys.path[:] = program, [str(Path(program[0]).parent), *search]
     for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
