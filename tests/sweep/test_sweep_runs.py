@@ -200,12 +200,13 @@ def kill_until_completed(
     code, names = -9, [*statuses(undisturbed)]
     while code != 0:
         driver = launch(*([f"resume={folder}"] if (folder / "sweep.json").exists() else start))
-        limit = sum(len(steps(folder / name)) for name in names) + chance.randint(1, 4)
+        limit = sum(len(steps(folder / name)) for name in names) + chance.randint(1, 2)
         while driver.poll() is None and sum(len(steps(folder / name)) for name in names) < limit:
             time.sleep(0.01)
         if kills < KILLS and driver.poll() is None:
             jobs = children_of(driver.pid)
-            for pid in ([driver.pid], jobs[:1], [driver.pid, *jobs])[kills % 3]:
+            # a job last: the driver goes on without it, to the end of the sweep
+            for pid in ([driver.pid], [driver.pid, *jobs], jobs[:1])[kills % 3]:
                 with suppress(ProcessLookupError):  # a job that has ended meanwhile
                     os.kill(pid, signal.SIGKILL)
             kills += 1
