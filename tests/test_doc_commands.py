@@ -53,6 +53,7 @@ SHRINK = {
     ("*", "runner/evaluate.py *conversation*"): ["max_new_tokens=2"],
     ("*", "runner/plan.py *"): ["timing=false", *TINY_MODEL],
     ("*", "runner/tokenizer.py *to=*"): ["vocab_size=300"],
+    ("*", "runner/train.py *sweep.budget=*"): [*TINY_MODEL, "timing=false"],
     ("*", f"runner/train.py resume={SWEEP}"): ["optimizer.lr=2e-3"],  # all of its jobs are completed
 }
 # (page, command) as patterns -> why it is not executed, and what covers it.
@@ -248,9 +249,9 @@ PRINTING_FLAGS = ("--help", "--cfg", "--info")  # flags of train.py that print a
 
 
 @pytest.mark.slow(long=True)
-def test_documented_commands_run(execute: Execute, program: Program, example_files: Path) -> None:
+def test_documented_commands_run(execute: Execute, warm_program: Program, example_files: Path) -> None:
     # its jobs are processes
-    sweep = program(
+    sweep = warm_program(
         *shlex.split(SWEEP_COMMAND)[2:], *TINY_MODEL, *SHORT_JOB, f"hydra.sweep.dir={example_files / SWEEP}"
     )
     assert sweep.returncode == 0, sweep.stderr
@@ -264,7 +265,11 @@ def test_documented_commands_run(execute: Execute, program: Program, example_fil
             continue
         done.add(text)
         more = [override for key, found in SHRINK.items() if matches(command, key) for override in found]
-        if command.program == "runner/train.py" and not any(flag in text for flag in PRINTING_FLAGS):
+        if "sweep.budget=" in text:  # other processes time steps of each point
+            arguments = arguments_of(text)[2:]
+            ended = warm_program(*arguments, *more, command="plan.py", cwd=example_files)
+            error = None if ended.returncode == 0 else ended.stderr
+        elif command.program == "runner/train.py" and not any(flag in text for flag in PRINTING_FLAGS):
             error = plan_error(" ".join([text, *more]))
         else:
             ended = execute(text, *more)

@@ -16,16 +16,20 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from runner.launch import subprocesses
 
+# scripts that a program of this repository starts as children, all of which import torch
+WARM_CHILDREN = ("worker.py", "train.py", "fork_server.py", "trial.py")
 IMPORTS = (
     "torch",
     "numpy.ctypeslib",
@@ -38,6 +42,7 @@ IMPORTS = (
     "runner.engine.loop",
     "models.decoder",
     "runner.launch.worker",
+    "runner.planning.planned_settings",
 )
 SAMPLE_TOKENIZER = Path(__file__).parents[1] / "data" / "samples" / "tokenizer"
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -232,17 +237,17 @@ def run_program(program: list[str], search: list[str]) -> NoReturn:
     """Run `python *program` in this process and end it."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+    from runner.planning import planned_settings
+
     spawn = subprocesses.spawn
 
     def spawn_child(
         argv: list[str], variables: dict[str, str], out: int | None, stdin: int = subprocess.DEVNULL
     ) -> subprocess.Popen | ForkedProcess:
         environment = dict(os.environ, PYTHONUNBUFFERED="1", **variables)
-        # a rank, a job of a sweep, or what forks such jobs
-        is_warm = Path(argv[0]).name in ("worker.py", "train.py", "fork_server.py")
         return (
             ForkedProcess(fork(argv, environment, search, None, out, is_child=True, stdin=stdin), poll_pid)
-            if is_warm
+            if Path(argv[0]).name in WARM_CHILDREN
             else spawn(argv, variables, out, stdin)
         )
 
@@ -250,7 +255,15 @@ def run_program(program: list[str], search: list[str]) -> NoReturn:
         assert options == {"stdout": None, "stderr": None, "start_new_session": True}, options
         return ForkedProcess(fork(list(args[1:]), env, search, None, None, new_session=True), poll_pid)
 
+    def run_plan(command: list[str], capture_output: bool, text: bool) -> subprocess.CompletedProcess:
+        with tempfile.TemporaryDirectory() as folder:
+            out, err = Path(folder) / "out", Path(folder) / "err"
+            pid = fork(command[1:], dict(os.environ), search, None, str(out), str(err))
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
+
     subprocesses.spawn = spawn_child
+    planned_settings.subprocess = SimpleNamespace(run=run_plan)
     subprocess_handler.Popen = start_rank  # of torchrun, whose entry point is Python: --no-python
     sys.argv, sys.path[:] = program, [str(Path(program[0]).parent), *search]
     for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):

@@ -1,62 +1,52 @@
 """Actions in a forked process that is killed at its n-th change of the file system: just before it, or for a new file
 just after it was created.
 
-The processes are forked from a server without threads, `python killed_calls.py`: a process that has trained cannot be
-forked safely.
+The processes are forks of the process that has imported torch (`warm_programs.py`), which run this file.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from warm_programs import WarmPrograms
 
 ROOT = Path(__file__).parents[2]
 KILLED = 137
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")
 CREATES = os.O_CREAT | os.O_TRUNC
+TIMEOUT = 500  # seconds
 
 
-def run_in_fork(
-    action: Callable[[], object], root: Path, kill_at: int = -1, after_creation: bool = False
-) -> tuple[int, int, str]:
-    """Run `action` in a forked process, and kill it at change number `kill_at` below `root` (-1: never).
+class KilledCalls:
+    """Runs the actions below, each in a process of its own."""
 
-    Return (exit code, number of changes, output). With `after_creation` a file that would be created exists, empty.
-    """
-    reader, writer = os.pipe()
-    output = Path.cwd() / "output.txt"
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(fd, 1)
-            os.dup2(fd, 2)
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-            counter = install_counter(root, kill_at, after_creation)
-            try:
-                action()
-                code = 0
-            except SystemExit as exit:
-                code = exit.code if isinstance(exit.code, int) else 0
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os.write(writer, str(counter[0]).encode())
-        finally:
-            os._exit(code)
-    os.close(writer)
-    with open(reader) as pipe:
-        changes = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status), int(changes or 0), output.read_text()
+    def __init__(self, warm: WarmPrograms, folder: Path) -> None:
+        self._warm, self._folder = warm, folder
+
+    def run(
+        self, action: str, *arguments: object, root: Path, kill_at: int = -1, after_creation: bool = False
+    ) -> tuple[int, int, str]:
+        """Run one of ACTIONS, and kill its process at change number `kill_at` below `root` (-1: never).
+
+        Return (exit code, number of changes, output). With `after_creation` a file that would be created exists, empty.
+        """
+        counted, output = self._folder / "changes.txt", self._folder / "output.txt"
+        request = [
+            action,
+            [str(each) if isinstance(each, Path) else each for each in arguments],
+            str(root),
+            kill_at,
+            after_creation,
+        ]
+        counted.unlink(missing_ok=True)
+        process = self._warm.start(Path(__file__), json.dumps(request), str(counted), cwd=self._folder, out=output)
+        code = process.wait(TIMEOUT)
+        return code, int(counted.read_text() if counted.exists() else 0), output.read_text()
 
 
 def install_counter(root: Path, kill_at: int, after_creation: bool) -> list[int]:
@@ -76,44 +66,6 @@ def install_counter(root: Path, kill_at: int, after_creation: bool) -> list[int]
 
     sys.addaudithook(hook)
     return counter
-
-
-class ForkServer:
-    """Runs the actions below, each in a process of its own."""
-
-    def __init__(self, process: subprocess.Popen) -> None:
-        self._process = process
-
-    def run(
-        self, action: str, *arguments: object, root: Path, kill_at: int = -1, after_creation: bool = False
-    ) -> tuple[int, int, str]:
-        """Return what `run_in_fork` returns for one of ACTIONS."""
-        assert self._process.stdin and self._process.stdout
-        request = [
-            action,
-            [str(each) if isinstance(each, Path) else each for each in arguments],
-            str(root),
-            kill_at,
-            after_creation,
-        ]
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        code, changes, output = json.loads(self._process.stdout.readline())
-        return code, changes, output
-
-
-@contextmanager
-def fork_server(cwd: Path) -> Iterator[ForkServer]:
-    search = os.pathsep.join(str(ROOT / folder) for folder in (".", "tests", "tests/sweep"))
-    environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__]
-    with subprocess.Popen(
-        command, cwd=cwd, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield ForkServer(process)
-        finally:
-            process.kill()
 
 
 def train(workspace: str, argv: list[str]) -> None:
@@ -158,19 +110,18 @@ ACTIONS: dict[str, Callable[..., None]] = {
 }
 
 
-def serve() -> None:
-    for module in ("runner.launch.run", "runner.engine.build", "runner.sweep.command", "runner.train"):
-        importlib.import_module(module)  # once, before the forks
-    from runner.checkpoint.compatibility import code_fingerprint
+def main(request: str, counted: str) -> None:
+    sys.path.append(str(Path(__file__).parents[1] / "sweep"))  # fake_jobs
     from runner.run_dir import contents
 
-    code_fingerprint()  # cached: this checkout may change meanwhile
     contents.git_state = lambda root=ROOT: {"commit": None, "dirty": None}
-    for line in sys.stdin:
-        action, arguments, root, kill_at, after_creation = json.loads(line)
-        result = run_in_fork(partial(ACTIONS[action], *arguments), Path(root), kill_at, after_creation)
-        print(json.dumps(result), flush=True)
+    action, arguments, root, kill_at, after_creation = json.loads(request)
+    counter = install_counter(Path(root), kill_at, after_creation)
+    try:
+        ACTIONS[action](*arguments)
+    finally:
+        Path(counted).write_text(str(counter[0]))
 
 
 if __name__ == "__main__":
-    serve()
+    main(*sys.argv[1:])

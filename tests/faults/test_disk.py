@@ -174,7 +174,7 @@ def run_with_fault(config, run_dir: Path, fault: DiskFault) -> Callable[[], int 
 
 @pytest.mark.slow(long=True)
 def test_disk_faults_at_many_calls_end_with_true_exit_codes(folder: Path) -> None:
-    count = faults(16, full=60)
+    count = faults(12, full=60)  # each of ERRORS once and from then on
     config, hook, reference = make_config(folder, *SETTINGS), DiskHook(folder / "reference"), folder / "reference"
     assert train(config, reference, lambda: inject(hook)) == 0
     numbers = [2 + number * (hook.calls - 2) // count for number in range(count)]  # the first call creates the lock

@@ -14,23 +14,24 @@ from pathlib import Path
 
 import pytest
 from fault_counts import faults
+from warm_programs import ForkedProcess, WarmPrograms
 
 from runner.checkpoint.atomic_dir import newest_valid
 from runner.engine.verify_resume import diff_run_dirs
 
 # of real commands, each with its imports; KILLS=25 gives the counts of docs/reliability.md
-KILLS = int(os.environ.get("KILLS", "4"))
+KILLS = int(os.environ.get("KILLS", "2"))
 TIMEOUT = 300  # seconds
 OVERRIDES = [
     "stage=pretrain", "init_from=scratch", "model.hidden_size=32", "model.num_hidden_layers=2", "model.head_dim=8", "model.intermediate_size=64", "model.max_position_embeddings=128",
     "model.dropout=0.1", "data.max_length=64", "data.num_workers=2", "data.val_path=null", "data.val_fraction=0.2", "train.batch_size=2", f"train.max_steps={faults(60, full=150)}", "train.log_every=1",
     "train.save_every=3", "train.eval_every=10", "train.sample_every=0", "device=cpu",
 ]  # fmt: skip
-Launch = Callable[..., subprocess.Popen]
+Launch = Callable[..., subprocess.Popen | ForkedProcess]
 
 
-@pytest.fixture
-def launch(checkout: Path, tmp_path: Path) -> Launch:
+@pytest.fixture(autouse=True)
+def rows(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(
         "".join(
             json.dumps({"text": f"{i} " + "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n"
@@ -38,6 +39,9 @@ def launch(checkout: Path, tmp_path: Path) -> Launch:
         )
     )
 
+
+@pytest.fixture
+def launch(checkout: Path, tmp_path: Path) -> Launch:
     def launch(*overrides: str) -> subprocess.Popen:
         with open(tmp_path / "output.txt", "w") as output:
             return subprocess.Popen(
@@ -123,7 +127,9 @@ def test_kills_of_the_command_change_no_bit_of_the_result(launch: Launch, tmp_pa
         while code != 0:
             child = launch(*next_overrides(run_dir))
             counts["launches"] += 1
-            if counts["launches"] % 2:
+            if counts["kills"] == KILLS:
+                code = child.wait(TIMEOUT)
+            elif counts["launches"] % 2:
                 code = kill_before_a_step(child, run_dir, rng.uniform(0.3 * first, first))
             else:
                 code = kill_after_a_save(child, run_dir, rng.uniform(0, 0.3 * (end - first)))
@@ -140,7 +146,14 @@ def test_kills_of_the_command_change_no_bit_of_the_result(launch: Launch, tmp_pa
 
 
 @pytest.mark.slow
-def test_kill_before_the_first_checkpoint_restarts_from_the_seed(launch: Launch, tmp_path: Path) -> None:
+def test_kill_before_the_first_checkpoint_restarts_from_the_seed(
+    checkout: Path, warm_checkout: WarmPrograms, tmp_path: Path
+) -> None:
+    train, output = checkout / "runner" / "train.py", tmp_path / "output.txt"
+
+    def launch(*overrides: str) -> ForkedProcess:
+        return warm_checkout.start(train, *overrides, cwd=tmp_path, out=output)
+
     uninterrupted, run_dir = tmp_path / "uninterrupted", tmp_path / "run"
     unsaved = ["train.save_every=0", "train.max_steps=30"]
     assert launch(*start_overrides(uninterrupted), *unsaved).wait(TIMEOUT) == 0

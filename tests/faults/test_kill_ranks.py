@@ -183,7 +183,7 @@ def test_rank_exits_if_its_launcher_dies_before_it_has_started_the_other(tmp_pat
 
 @pytest.mark.slow(long=True)
 def test_random_kills_of_ranks_and_parent_change_no_bit(tmp_path: Path) -> None:
-    kills = faults(10, full=50)
+    kills = faults(6, full=50)
     rng, counts, runs = random.Random(50), Counter(), 0
     with memory_dir(tmp_path) as folder:
         config = make_config(folder, "distributed=ddp", "distributed.nproc=2", "train.epochs=4")

@@ -7,13 +7,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 from command_fixtures import TINY_RUN
-from killed_calls import KILLED, ForkServer, fork_server
+from killed_calls import KILLED, KilledCalls
+from warm_programs import WarmPrograms
 
 from runner.engine.verify_resume import diff_run_dirs
 
@@ -21,9 +21,8 @@ EVERY = int(os.environ.get("KILL_EVERY", "60"))  # KILL_EVERY=1: at every change
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ForkServer]:
-    with fork_server(tmp_path) as server:
-        yield server
+def calls(warm: WarmPrograms, tmp_path: Path) -> KilledCalls:
+    return KilledCalls(warm, tmp_path)
 
 
 @pytest.fixture
@@ -53,9 +52,9 @@ def steps_of(run: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_kill_at_any_change_of_a_start_needs_no_hand(server: ForkServer, typed: list[str], tmp_path: Path) -> None:
+def test_kill_at_any_change_of_a_start_needs_no_hand(calls: KilledCalls, typed: list[str], tmp_path: Path) -> None:
     run, reference = tmp_path / "runs" / "run", tmp_path / "reference"
-    train = partial(server.run, "train", tmp_path, root=run.parent)
+    train = partial(calls.run, "train", tmp_path, root=run.parent)
     start, resume = [*typed, f"hydra.run.dir={run}"], [f"resume={run}"]
     code, changes, output = train(start)
     assert code == 0 and changes > 50, output
@@ -82,9 +81,9 @@ def test_kill_at_any_change_of_a_start_needs_no_hand(server: ForkServer, typed: 
 
 
 @pytest.mark.slow
-def test_kill_at_any_change_of_a_resume_needs_no_hand(server: ForkServer, typed: list[str], tmp_path: Path) -> None:
+def test_kill_at_any_change_of_a_resume_needs_no_hand(calls: KilledCalls, typed: list[str], tmp_path: Path) -> None:
     trained, run, reference = tmp_path / "trained", tmp_path / "runs" / "run", tmp_path / "reference"
-    train = partial(server.run, "train", tmp_path, root=run)
+    train = partial(calls.run, "train", tmp_path, root=run)
     code, _, output = train([*typed, "schedule=constant", f"hydra.run.dir={trained}"])
     assert code == 0, output
     again = [f"resume={run}", "train.max_steps=3", "optimizer.lr=0.002"]
@@ -105,9 +104,9 @@ def test_kill_at_any_change_of_a_resume_needs_no_hand(server: ForkServer, typed:
 
 
 @pytest.mark.slow
-def test_kill_at_any_change_of_a_repair_needs_no_hand(server: ForkServer, typed: list[str], tmp_path: Path) -> None:
+def test_kill_at_any_change_of_a_repair_needs_no_hand(calls: KilledCalls, typed: list[str], tmp_path: Path) -> None:
     trained, run = tmp_path / "trained", tmp_path / "runs" / "run"
-    code, _, output = server.run("train", tmp_path, [*typed, f"hydra.run.dir={trained}"], root=run)
+    code, _, output = calls.run("train", tmp_path, [*typed, f"hydra.run.dir={trained}"], root=run)
     assert code == 0, output
     state = json.loads((trained / "checkpoints" / "step-00000002" / "state.json").read_text())
     originals = {
@@ -117,7 +116,7 @@ def test_kill_at_any_change_of_a_repair_needs_no_hand(server: ForkServer, typed:
     for name, content in originals.items():
         (trained / name).write_bytes(content[: len(content) // 2])
 
-    repair = partial(server.run, "repair", run, state, root=run)
+    repair = partial(calls.run, "repair", run, state, root=run)
     shutil.copytree(trained, run)
     code, changes, output = repair()
     assert code == 0 and changes > 10, output

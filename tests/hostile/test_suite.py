@@ -23,11 +23,6 @@ def run_suite(*arguments: str) -> None:
 
 
 @pytest.mark.slow
-def test_hostile_files_are_refused_before_torch_is_imported() -> None:
-    run_suite("--light", "--brief", "--part=1/24")
-
-
-@pytest.mark.slow
 def test_hostile_folders_without_weights_are_refused() -> None:
     run_suite("--light", "--brief")
 

@@ -225,25 +225,19 @@ def test_damaged_run_continues_to_the_same_bits_or_is_refused(
     check_continues(call, uninterrupted, killed, DAMAGES[name])
 
 
-OF_EVERY_STAGE = (
-    "run.json missing",
-    "run.json of another run",
-    ".hydra missing",
-    "tokenizer missing",
-    "metrics missing",
-    "newest checkpoint damaged",
-    "files in a checkpoint",
-)
+# what the source of the weights is read from or written again to
+OF_EVERY_STAGE = ("run.json missing", "run.json of another run", ".hydra missing", "newest checkpoint damaged")
+OF_LORA = (*OF_EVERY_STAGE, "tokenizer missing", "metrics missing", "files in a checkpoint")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["lora", "dpo"])
+@pytest.mark.parametrize(("stage", "damages"), [("lora", OF_LORA), ("dpo", OF_EVERY_STAGE)], ids=["lora", "dpo"])
 def test_damaged_run_of_another_stage_continues_to_the_same_bits(
-    call: Call, uninterrupted: Path, tmp_path: Path, stage: str
+    call: Call, uninterrupted: Path, tmp_path: Path, stage: str, damages: tuple[str, ...]
 ) -> None:
     """Adapters and a reference model need the weights that the run started from, which no checkpoint holds."""
     reference = train_reference(tmp_path, stage, uninterrupted)
-    for number, name in enumerate(OF_EVERY_STAGE):
+    for number, name in enumerate(damages):
         run = kill(reference, tmp_path / f"run{number}")
         DAMAGES[name].apply(run)
         check_continues(call, reference, run, DAMAGES[name])

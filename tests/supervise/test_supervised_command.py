@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+from command_fixtures import Program
+from warm_programs import ForkedProcess, WarmPrograms
 
 from runner.checkpoint.format import read_state
 from runner.checkpoint.manager import newest_checkpoint
@@ -27,7 +29,8 @@ OVERRIDES = [
 ]  # fmt: skip
 
 
-def start(checkout: Path, folder: Path, *overrides: str, key: str = "hydra.run.dir") -> subprocess.Popen:
+def command(checkout: Path, folder: Path, *overrides: str, key: str = "hydra.run.dir") -> list[str]:
+    """Return train.py and its arguments."""
     rows = folder.parent / "rows.jsonl"
     rows.write_text(
         "".join(
@@ -35,22 +38,8 @@ def start(checkout: Path, folder: Path, *overrides: str, key: str = "hydra.run.d
             for i in range(40)
         )
     )
-    command = [
-        sys.executable,
-        str(checkout / "runner" / "train.py"),
-        *OVERRIDES,
-        f"data.path={rows}",
-        f"{key}={folder}",
-        *overrides,
-    ]
-    return subprocess.Popen(
-        command,
-        cwd=folder.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    train = str(checkout / "runner" / "train.py")
+    return [train, *OVERRIDES, f"data.path={rows}", f"{key}={folder}", *overrides]
 
 
 def child_of(pid: int) -> int | None:
@@ -62,7 +51,9 @@ def newest_step(folder: Path) -> int:
     return max((int(path.name[5:]) for path in folder.glob("checkpoints/step-*")), default=0)
 
 
-def kill_trainer_after(supervisor: subprocess.Popen, folder: Path, step: int, generations: int = 1) -> None:
+def kill_trainer_after(
+    supervisor: subprocess.Popen | ForkedProcess, folder: Path, step: int, generations: int = 1
+) -> None:
     """Kill the training process once `step` is saved: the child of the supervisor; in a sweep, whose job is the
     supervisor, a grandchild.
     """
@@ -78,16 +69,25 @@ def kill_trainer_after(supervisor: subprocess.Popen, folder: Path, step: int, ge
 
 
 @pytest.mark.slow
-def test_supervised_command_killed_twice_finishes_with_the_same_bits(checkout: Path, tmp_path: Path) -> None:
+def test_supervised_command_killed_twice_finishes_with_the_same_bits(
+    checkout: Path, warm_program: Program, tmp_path: Path
+) -> None:
     uninterrupted, folder = tmp_path / "uninterrupted", tmp_path / "run"
-    plain = start(checkout, uninterrupted)
-    supervisor = start(checkout, folder, *SUPERVISED)
+    plain = warm_program(*command(checkout, uninterrupted)[1:])
+    assert plain.returncode == 0, plain.stderr
+    supervisor = subprocess.Popen(
+        [sys.executable, *command(checkout, folder, *SUPERVISED)],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     kill_trainer_after(supervisor, folder, 3)
     assert "libtorch" not in Path(f"/proc/{supervisor.pid}/maps").read_text()
     kill_trainer_after(supervisor, folder, newest_step(folder) + 3)
     output, _ = supervisor.communicate(timeout=SECONDS)
     assert supervisor.returncode == 0, output
-    assert (plain.communicate(timeout=SECONDS)[0], plain.returncode)[1] == 0
     assert diff_run_dirs(uninterrupted, folder) == ["state.json: compatibility"]
     facts, others = (read_state(newest_checkpoint(run))["compatibility"].items() for run in (uninterrupted, folder))
     assert {fact for fact, value in others if (fact, value) not in facts} == {"train.supervise", "supervise.delay"}
@@ -99,15 +99,17 @@ def test_supervised_command_killed_twice_finishes_with_the_same_bits(checkout: P
 
 
 @pytest.mark.slow
-def test_supervised_job_of_a_sweep_is_restarted_within_its_attempt(checkout: Path, tmp_path: Path) -> None:
-    sweep = tmp_path / "sweep"
-    process = start(checkout, sweep, *SUPERVISED, "seed=1", "--multirun", key="hydra.sweep.dir")
+def test_supervised_job_of_a_sweep_is_restarted_within_its_attempt(
+    checkout: Path, warm_checkout: WarmPrograms, tmp_path: Path
+) -> None:
+    sweep, output = tmp_path / "sweep", tmp_path / "output.txt"
+    train, *typed = command(checkout, sweep, *SUPERVISED, "seed=1", "--multirun", key="hydra.sweep.dir")
+    process = warm_checkout.start(Path(train), *typed, cwd=tmp_path, out=output)
     while not (jobs := list(sweep.glob("*/run.json"))):
         assert process.poll() is None
         time.sleep(0.01)
     kill_trainer_after(process, jobs[0].parent, 3, generations=3)
-    output, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, output
+    assert process.wait(SECONDS) == 0, output.read_text()
     (job,) = json.loads((sweep / "sweep.json").read_text())["jobs"]
     assert (job["status"], job["attempt"], json.loads(jobs[0].read_text())["attempt"]) == ("completed", 1, 2)
     assert [json.loads(line)["kind"] for line in (jobs[0].parent / "incidents.jsonl").read_text().splitlines()] == [

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 from fake_jobs import FakeJobs, read_sweep
-from killed_calls import KILLED, fork_server
+from killed_calls import KILLED, KilledCalls
+from warm_programs import WarmPrograms
 
 from runner.launch.resume import plan_resume
 
@@ -41,21 +42,20 @@ def test_foreign_files_in_a_sweep_change_nothing(resume: Callable[..., int], fin
 
 
 @pytest.mark.slow
-def test_kill_at_any_change_of_a_sweep_needs_no_hand(fake_jobs: FakeJobs, tmp_path: Path) -> None:
-    sweep = tmp_path / "sweeps" / "sweep"
-    with fork_server(tmp_path) as server:
-        start, resume = (
-            partial(server.run, action, fake_jobs.script, sweep, root=sweep.parent)
-            for action in ("start_sweep", "resume_sweep")
-        )
-        code, changes, output = start()
-        assert code == 0 and changes > 60, output
-        for index in range(0, changes, EVERY):
-            shutil.rmtree(sweep.parent)
-            if start(kill_at=index, after_creation=index % 2 == 1)[0] == KILLED:
-                code, _, output = (resume if (sweep / "sweep.json").exists() else start)()
-                assert code == 0, f"killed at change {index}: {output}"
-                check_complete(sweep)
+def test_kill_at_any_change_of_a_sweep_needs_no_hand(fake_jobs: FakeJobs, warm: WarmPrograms, tmp_path: Path) -> None:
+    sweep, calls = tmp_path / "sweeps" / "sweep", KilledCalls(warm, tmp_path)
+    start, resume = (
+        partial(calls.run, action, fake_jobs.script, sweep, root=sweep.parent)
+        for action in ("start_sweep", "resume_sweep")
+    )
+    code, changes, output = start()
+    assert code == 0 and changes > 60, output
+    for index in range(0, changes, EVERY):
+        shutil.rmtree(sweep.parent)
+        if start(kill_at=index, after_creation=index % 2 == 1)[0] == KILLED:
+            code, _, output = (resume if (sweep / "sweep.json").exists() else start)()
+            assert code == 0, f"killed at change {index}: {output}"
+            check_complete(sweep)
 
 
 def check_complete(sweep: Path) -> None:

@@ -185,9 +185,7 @@ def test_cost_of_a_job_is_the_mean_over_jobs_of_different_steps() -> None:
 
 
 @pytest.mark.slow
-def test_budget_sets_the_length_of_the_jobs_and_is_kept(
-    program: Program, call: Call, call_command: Call, tmp_path: Path
-) -> None:
+def test_budget_sets_the_length_of_the_jobs_and_is_kept(warm_program: Program, call: Call, tmp_path: Path) -> None:
     """Half of 31,000 tokens for 1.5 full runs of about 498 tokens per step: 20 steps, an evaluation at each half."""
     data = ["stage=pretrain", "init_from=scratch", "data.max_length=128", "train.batch_size=4", "device=cpu"]
     sizes = ["hidden_size=32", "num_hidden_layers=1", "num_attention_heads=1", "num_key_value_heads=1"]
@@ -198,7 +196,7 @@ def test_budget_sets_the_length_of_the_jobs_and_is_kept(
         "optimizer.lr=1e-3,4e-3",
         f"hydra.sweep.dir={tmp_path / 'sweep'}",
     ]
-    done = program("--multirun", *typed, "sweep.budget=31000tokens")
+    done = warm_program("--multirun", *typed, "sweep.budget=31000tokens")
     assert done.returncode == 0, done.stderr
     found = read_sweep(tmp_path / "sweep")
     assert {"train.max_steps=20", "train.eval_every=10", "hydra/sweeper=halving"} < {*found["overrides"]}
@@ -206,9 +204,9 @@ def test_budget_sets_the_length_of_the_jobs_and_is_kept(
         json.loads((tmp_path / "sweep" / job["name"] / "run.json").read_text())["tokens"] for job in found["jobs"]
     ]
     assert 29_000 < sum(tokens) < 90_000  # steps of 10 ms: a busy machine lets many pass before a job is stopped
-    printed = call_command("plan.py", "--multirun", *typed, "sweep.budget=31000tokens", "timing=false")
+    printed = warm_program("--multirun", *typed, "sweep.budget=31000tokens", "timing=false", command="plan.py")
     assert printed.returncode == 0 and "train.max_steps=20 train.eval_every=10" in printed.stderr
-    refused = call("--multirun", *typed, "sweep.budget=1000tokens")
+    refused = warm_program("--multirun", *typed, "sweep.budget=1000tokens")
     assert refused.returncode == 2 and "\nerror: the rungs alone cost about" in refused.stderr
     single = call(*data, "sweep.budget=30m")
     assert is_user_error(single) and "add --multirun" in single.stderr

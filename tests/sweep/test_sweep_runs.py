@@ -8,8 +8,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -27,13 +25,13 @@ from runner.run_dir.best_job import find_best_job
 
 SETTINGS = [
     *TINY_MODEL, "model.dropout=0.1", "data.max_length=32", "data.val_path=null", "data.val_fraction=0.2", "init_from=scratch", "train.batch_size=2",
-    "train.max_steps=60", "train.log_every=4", "train.save_every=8", "train.eval_every=20", "train.sample_every=0", "device=cpu", "tracker.console=quiet",
+    "train.max_steps=60", "train.log_every=4", "train.save_every=8", "train.eval_every=20", "train.sample_every=0", "device=cpu", "tracker.console=quiet", "tracker.page=false",
 ]  # fmt: skip
 SWEPT = ["train.accumulation_steps=1,4"]
 SMALL_STEPS, LARGE_STEPS = "train.accumulation_steps=1", "train.accumulation_steps=4"
 WAIT = 300  # seconds; ten on a quiet machine
 
-Launch = Callable[..., subprocess.Popen | ForkedProcess]
+Launch = Callable[..., ForkedProcess]
 
 
 @pytest.fixture(scope="module")
@@ -53,20 +51,6 @@ def launch(checkout: Path, rows: Path, warm_checkout: WarmPrograms) -> Launch:
     """`launch(*argv)` starts train.py and its jobs as forks of a process that has imported torch."""
     train, output = checkout / "runner" / "train.py", rows.parent / "stderr"
     return lambda *argv: warm_checkout.start(train, *argv, cwd=rows.parent, out=output)
-
-
-@pytest.fixture(scope="module")
-def launch_cold(checkout: Path, rows: Path) -> Launch:
-    def launch(*argv: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, str(checkout / "runner" / "train.py"), *argv],
-            cwd=rows.parent,
-            stdout=subprocess.DEVNULL,
-            stderr=open(rows.parent / "stderr", "w+"),
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-    return launch
 
 
 def arguments(folder: Path, rows: Path, *swept: str) -> list[str]:
@@ -163,9 +147,10 @@ def test_sweep_resumed_with_more_steps_continues_every_job_by_its_share(
     launch: Launch, rows: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "sweep"
-    assert launch(*arguments(folder, rows), "schedule=constant").wait(WAIT) == 0
-    assert launch(f"resume={folder}", "train.max_steps=80").wait(WAIT) == 0
-    assert {name: read_run(folder / name)["step"] for name in statuses(folder)} == {SMALL_STEPS: 80, LARGE_STEPS: 20}
+    shorter = [each.replace("max_steps=60", "max_steps=24") for each in arguments(folder, rows)]
+    assert launch(*shorter, "schedule=constant").wait(WAIT) == 0
+    assert launch(f"resume={folder}", "train.max_steps=32").wait(WAIT) == 0
+    assert {name: read_run(folder / name)["step"] for name in statuses(folder)} == {SMALL_STEPS: 32, LARGE_STEPS: 8}
 
 
 @pytest.mark.slow
@@ -194,46 +179,46 @@ KILLS = faults(3, full=10)  # one of each kind
 
 
 @pytest.mark.slow(long=True)
-def test_sweep_survives_cold_kills_of_driver_job_or_both(
-    undisturbed: Path, launch_cold: Launch, rows: Path, tmp_path: Path
+def test_sweep_survives_kills_of_driver_job_or_both(
+    undisturbed: Path, launch: Launch, rows: Path, tmp_path: Path
 ) -> None:
-    chance, seen = random.Random(10), Counter[str]()
-    start = time.monotonic()
-    assert launch_cold(*arguments(tmp_path / "whole", rows)).wait(WAIT) == 0, (rows.parent / "stderr").read_text()
-    duration = time.monotonic() - start
-    assert_same_bits(undisturbed, tmp_path / "whole")
-    while seen["kills"] < KILLS:
-        seen["sweeps"] += 1
-        folder = tmp_path / f"killed{seen['sweeps']}"
-        attempts: dict[str, int] = {}  # of the jobs that were completed at some time
-        while True:
-            resumes = (folder / "sweep.json").exists()
-            driver = launch_cold(*([f"resume={folder}"] if resumes else arguments(folder, rows)))
-            try:
-                code = driver.wait(duration * chance.uniform(0.1, 0.8) if seen["kills"] < KILLS else WAIT)
-            except subprocess.TimeoutExpired:
-                who, jobs = ("driver", "job", "both")[seen["kills"] % 3], children_of(driver.pid)
-                victims = {"driver": [driver.pid], "job": jobs[:1], "both": [driver.pid, *jobs]}[who]
-                for pid in victims:
-                    with suppress(ProcessLookupError):  # a job that has ended meanwhile
-                        os.kill(pid, signal.SIGKILL)
-                seen["kills"] += bool(victims)
-                seen[who] += bool(victims)
-                code = driver.wait(WAIT)  # a driver that lost a job goes on with the others, and fails
-            assert code in (0, 1, -9), (rows.parent / "stderr").read_text()
-            if (folder / "sweep.json").exists():
-                attempts = {
-                    name: read_run(folder / name)["attempt"]
-                    for name, status in statuses(folder).items()
-                    if status == "completed"
-                } | attempts
-            if code == 0:
-                break
+    chance, kills = random.Random(10), 0
+    while kills < KILLS:
+        folder = tmp_path / f"killed{kills}"
+        start, output = arguments(folder, rows), rows.parent / "stderr"
+        kills = kill_until_completed(launch, start, folder, undisturbed, chance, kills, output)
         assert_same_bits(undisturbed, folder)
-        assert {name: read_run(folder / name)["attempt"] for name in attempts} == attempts, (
-            "a completed job was run again"
-        )
-    assert seen["driver"] and seen["job"] and seen["both"]
+
+
+def kill_until_completed(
+    launch: Launch, start: list[str], folder: Path, undisturbed: Path, chance: random.Random, kills: int, output: Path
+) -> int:
+    """Run a sweep to its end; kill each launch when its jobs have logged some further records, if it has not ended
+    before. Return the number of kills, from `kills` up to KILLS.
+    """
+    attempts: dict[str, int] = {}  # of the jobs that were completed at some time
+    code, names = -9, [*statuses(undisturbed)]
+    while code != 0:
+        driver = launch(*([f"resume={folder}"] if (folder / "sweep.json").exists() else start))
+        limit = sum(len(steps(folder / name)) for name in names) + chance.randint(1, 2)
+        while driver.poll() is None and sum(len(steps(folder / name)) for name in names) < limit:
+            time.sleep(0.01)
+        if kills < KILLS and driver.poll() is None:
+            jobs = children_of(driver.pid)
+            # a job last: the driver goes on without it, to the end of the sweep
+            for pid in ([driver.pid], [driver.pid, *jobs], jobs[:1])[kills % 3]:
+                with suppress(ProcessLookupError):  # a job that has ended meanwhile
+                    os.kill(pid, signal.SIGKILL)
+            kills += 1
+        code = driver.wait(WAIT)  # a driver that lost a job goes on with the others, and fails
+        assert code in (0, 1, -9), output.read_text()
+        attempts |= {
+            name: read_run(folder / name)["attempt"]
+            for name, status in statuses(folder).items()
+            if status == "completed" and name not in attempts
+        }
+    assert {name: read_run(folder / name)["attempt"] for name in attempts} == attempts, "a completed job was run again"
+    return kills
 
 
 def children_of(pid: int) -> list[int]:
@@ -321,25 +306,11 @@ def test_halving_of_real_runs_has_the_winner_of_the_grid(
 
 @pytest.mark.slow(long=True)
 def test_halving_survives_kills_of_driver_job_or_both(grid: Path, launch: Launch, rows: Path, tmp_path: Path) -> None:
-    """Each launch is killed when its jobs have logged some further records, if it has not ended before."""
-    chance, seen, names = random.Random(3), Counter[str](), list(statuses(grid))
-    while seen["kills"] < KILLS:
-        seen["sweeps"] += 1
-        folder, code = tmp_path / f"killed{seen['sweeps']}", -9
-        while code != 0:
-            resumes = (folder / "sweep.json").exists()
-            driver = launch(*([f"resume={folder}"] if resumes else four_rates(folder, rows, "hydra/sweeper=halving")))
-            limit = sum(len(steps(folder / name)) for name in names) + chance.randint(1, 4)
-            while driver.poll() is None and sum(len(steps(folder / name)) for name in names) < limit:
-                time.sleep(0.01)
-            if seen["kills"] < KILLS and driver.poll() is None:
-                who, jobs = ("driver", "job", "both")[seen["kills"] % 3], children_of(driver.pid)
-                for pid in {"driver": [driver.pid], "job": jobs[:1], "both": [driver.pid, *jobs]}[who]:
-                    with suppress(ProcessLookupError):  # a job that has ended meanwhile
-                        os.kill(pid, signal.SIGKILL)
-                seen["kills"] += 1
-            code = driver.wait(WAIT)
-            assert code in (0, 1, -9), (rows.parent / "stderr").read_text()
+    chance, kills = random.Random(3), 0
+    while kills < KILLS:
+        folder = tmp_path / f"killed{kills}"
+        start, output = four_rates(folder, rows, "hydra/sweeper=halving"), rows.parent / "stderr"
+        kills = kill_until_completed(launch, start, folder, grid, chance, kills, output)
         assert_halved(grid, folder)
 
 
