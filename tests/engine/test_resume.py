@@ -127,7 +127,7 @@ def test_resume_after_every_pause_is_bitwise_equal(make_run, save_every):
 
 
 def test_pause_comes_after_a_stop_before_its_evaluation(make_run):
-    """Stopped between step 4 and its evaluation: the resumed run evaluates, and pauses there."""
+    """Stopped between step 4 and its evaluation: the resumed run evaluates, and pauses there, once."""
     common = [*TWO_EPOCHS, "train.stop_at=0.3"]
     for attempt, (stop, outcome) in enumerate([(4, "interrupted"), (None, "paused")], 1):
         state = make_run("sft", *common, folder="run", rows=20, attempt=attempt)
@@ -136,6 +136,10 @@ def test_pause_comes_after_a_stop_before_its_evaluation(make_run):
         state.logger.finish("interrupted")
         assert (stopped.value.outcome, state.progress.step) == (outcome, 4)
     assert "train.stop_at=0.3 is reached: step 4 of 12" in (state.run_dir / "train.log").read_text()
+    state = make_run("sft", *common, folder="run", rows=20, attempt=3)
+    state.metadata.fields["attempts"] = [{"outcome": "interrupted", "step": 4}, {"outcome": "paused", "step": 4}, {}]
+    train(state)
+    assert state.progress.step == 12
 
 
 @pytest.mark.slow
