@@ -381,7 +381,7 @@ def test_names_of_tests_have_at_most_72_characters():
     assert len(names) > 1000 and sorted(name for name in names if len(name) > 72) == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=True)
 def test_path_of_the_first_step_does_not_grow():
     step = code_stats.traced_step(ROOT)
     assert {name: step[name] for name in MAX_FIRST_STEP if step[name] > MAX_FIRST_STEP[name]} == {}

@@ -86,7 +86,7 @@ def test_gpu_benchmark_runs_the_cases_that_the_gpu_computes_and_holds(import_ben
     assert gpu.simultaneous_cases(names, spec | {"parameters": 1e9}) == [[name] for name in names]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=True)
 def test_gpu_benchmark_measures_a_step_on_the_cpu():
     arguments = "--device cpu --models tiny --tokens 128 --length 64 --rounds 2 --minutes 0 --steps-per-turn 2 --profile --cases".split()
     output = run_benchmark("gpu.py", *arguments, "bf16 plain+tf32+bf16 graphs")

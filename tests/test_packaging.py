@@ -55,7 +55,7 @@ def test_wheel_has_one_top_level_package_with_conf_and_samples(wheel: Path) -> N
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=True)
 def test_wheel_commands_run_beside_a_users_own_data_and_models(wheel: Path, tmp_path: Path) -> None:
     site, work = tmp_path / "site", tmp_path / "work"
     zipfile.ZipFile(wheel).extractall(site)

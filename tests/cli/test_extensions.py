@@ -199,7 +199,7 @@ def test_plugin_that_ends_the_program_is_refused(call: Call, workspace: Path) ->
     assert is_user_error(result) and "SystemExit: 0" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=True)
 def test_jobs_of_a_sweep_and_their_ranks_import_the_typed_plugins(
     program: Program, config_dir: Path, workspace: Path, rows: str
 ) -> None:

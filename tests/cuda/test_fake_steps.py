@@ -172,6 +172,7 @@ SHAPES = {  # (rows, tokens) of packed batches, and the number of programs after
 }
 
 
+@pytest.mark.slow(long=True)
 def test_packed_rows_of_all_lengths_share_a_program(run_on_gpu):
     """Rows without FlexAttention have another; which depends on their length, not on the order of batches."""
     numbers = run_on_gpu(

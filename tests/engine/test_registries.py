@@ -195,7 +195,7 @@ def test_registries_show_and_refuse_settings_of_new_classes(extended: Path, tmp_
     assert "lion" in help_text and "ipo" in help_text
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=True)
 def test_registries_subject_new_classes_to_the_generic_tests(extended: Path, tmp_path: Path) -> None:
     """Exact resume and independence of accumulation are tested for every registered class, here for the new ones."""
     root = Path(__file__).parents[2]

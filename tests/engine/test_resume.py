@@ -218,7 +218,7 @@ def test_resume_is_bitwise_equal_for_every_pair_of_switches(assert_exact, cell):
     assert_exact(cell["stage"], *overrides, stops=[7])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=True)
 def test_resume_with_all_speed_settings_is_bitwise_equal(run_with_stops, logged):
     fast = [
         "data.packing=best_fit",

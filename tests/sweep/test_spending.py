@@ -184,7 +184,7 @@ def test_cost_of_a_job_is_the_mean_over_jobs_of_different_steps() -> None:
         in_tokens(Budget(6e6, "flops"), [*runs, planned(64, 1.0, active=2000)], "6e6flops")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=True)
 def test_budget_sets_the_length_of_the_jobs_and_is_kept(warm_program: Program, call: Call, tmp_path: Path) -> None:
     """Half of 31,000 tokens for 1.5 full runs of about 498 tokens per step: 20 steps, an evaluation at each half."""
     data = ["stage=pretrain", "init_from=scratch", "data.max_length=128", "train.batch_size=4", "device=cpu"]
