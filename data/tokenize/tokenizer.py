@@ -77,6 +77,7 @@ class Tokenizer:
     dropout: float
     _full: Engine = field(repr=False)  # with control tokens, for decoding
     _plain: Engine = field(repr=False)  # without control tokens, for encoding
+    _cuts: re.Pattern[str] | None = field(repr=False)  # cut_pattern of _plain
     stripping: frozenset[str]  # added tokens that take the white space after them
     # of a text that continues another: without the space that this one puts before a text; None: it puts none
     inner: Tokenizer | None
@@ -192,8 +193,7 @@ class Tokenizer:
         """Return `encode_to_bytes` with a cache of pieces of texts, for one thread; without one if it is not certain
         that it gives the same ids.
         """
-        cuts = cut_pattern(json.loads(self._plain.to_str()))
-        return PieceCache(cuts, self.encode_to_bytes).encode if cuts else self.encode_to_bytes
+        return PieceCache(self._cuts, self.encode_to_bytes).encode if self._cuts else self.encode_to_bytes
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         return self._full.decode(list(ids), skip_special_tokens=skip_special)
@@ -250,6 +250,7 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
             dropout=dropout,
             _full=full,
             _plain=plain,
+            _cuts=cut_pattern(without_control),
             stripping=frozenset(token["content"] for token in added if token.get("rstrip")),
             inner=None,
             adds_space_after_control='"prepend_scheme": "first"' not in json.dumps(before),

@@ -133,8 +133,7 @@ def test_pieces_are_not_looked_up_with_random_merges_or_added_tokens(tokenizer):
 def test_piece_cache_is_bounded_and_forgets(tokenizer, monkeypatch):
     monkeypatch.setattr(cache, "MAX_PIECES", 50)
     monkeypatch.setattr(cache, "MAX_CUT_CHARACTERS", 500)
-    cuts = cut_pattern(json.loads(tokenizer._plain.to_str()))
-    pieces, rng = PieceCache(cuts, tokenizer.encode_to_bytes), random.Random(1)
+    pieces, rng = PieceCache(tokenizer._cuts, tokenizer.encode_to_bytes), random.Random(1)
     for _ in range(20):
         assert is_same(
             pieces.encode,
