@@ -71,7 +71,7 @@ PYTEST_OPTIONS = (
     f"--hypothesis-profile={PROFILE}",
 )
 NO_TESTS_COLLECTED = 5  # exit code of pytest
-TIME_LIMIT = 120  # seconds for one test; a mutant may loop forever
+TIME_LIMIT = 120  # seconds for the tests of a mutant, which may loop forever; and for each test of the unchanged source
 LOG_LINES = 20  # of pytest, if it neither passes nor fails
 
 

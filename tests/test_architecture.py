@@ -355,16 +355,16 @@ def test_conf_names_no_class():
 
 # --- size: ratchets. A change that grows one moves its number here, and its commit says why --------------------------
 
-MAX_PYTHON_TOKENS = 326_150
+MAX_PYTHON_TOKENS = 326_160
 MAX_PYTHON_FILES = 270
 MAX_EAGER_MODULES = 58  # imported by runner/train.py --help
 # Executed by one SFT step. A few functions depend on the load of the machine: a number may be 1 % above the measured one
 MAX_FIRST_STEP = {
-    "files": 99,
-    "functions": 605,
+    "files": 100,
+    "functions": 607,
     "hops": 1_508,
-    "files_before_build_run": 52,
-    "functions_before_build_run": 245,
+    "files_before_build_run": 53,
+    "functions_before_build_run": 247,
 }
 
 

@@ -164,8 +164,8 @@ class Encoder:
         shared, answers = _common_prefix(chats), spans
         spans = [[span for span in each if span[1] > shared] for each in spans]
         if not all(spans):  # without loss on one side it would be compared with 0
-            problem = "chosen and rejected are the same tokens, or one is the beginning of the other"
-            fix = "make them differ, or delete the row"
+            problem = "chosen or rejected has no token with loss after what both share"
+            fix = "give each an answer of its own, or delete the row"
             return self._handle_bad_row(BadRowError("no difference", problem, where, fix))
         longest = max(len(ids) for ids, _ in chats)
         if longest > max_ids:
@@ -178,7 +178,7 @@ class Encoder:
                 [(start, min(end, stop), loss_weight) for start, end, loss_weight in each if start < stop]
                 for each, stop in zip(spans, stops, strict=True)
             ]
-            if not any(spans) or min(stops) <= shared:
+            if not all(spans) or min(stops) <= shared:
                 self._count_lost(whole, [[] for _ in whole], longest)
                 return stats.count_dropped(
                     "dropped", NO_ANSWER_REASON if len(chats) == 1 else NO_DIFFERENCE_REASON, where

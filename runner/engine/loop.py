@@ -132,19 +132,21 @@ def train_steps(state: TrainState) -> None:
 
 def evaluate_or_pause(state: TrainState) -> None:
     """Do what `evaluate_if_due` does, unless this step has it; raise StopRequested on every rank if this is the
-    evaluation of train.stop_at, at which the last attempt has not paused.
+    evaluation of train.stop_at, at which no earlier attempt has paused.
     """
     if state.progress.evaluated_step == state.progress.step:
         return
     evaluate_if_due(state)
-    # an attempt that pauses at a checkpoint from before the evaluation saves none of its own
-    paused = {"outcome": Outcome.PAUSED, "step": state.progress.step}.items()
-    has_paused = any(paused <= attempt.items() for attempt in state.metadata.fields["attempts"][-2:-1])
-    if state.cfg.train.stop_at and state.is_at_pause and not (state.finished or has_paused):
-        state.logger.info(
-            f"train.stop_at={state.cfg.train.stop_at:g} is reached: step {state.progress.step} of {state.total_steps}"
-        )
-        state.check_stop(has_stopped=True)
+    if state.cfg.train.stop_at and state.is_at_pause and not state.finished:
+        # an attempt that pauses at a checkpoint from before the evaluation saves none of its own
+        paused = {"outcome": Outcome.PAUSED, "step": state.progress.step}.items()
+        has_paused = any(paused <= attempt.items() for attempt in state.metadata.fields["attempts"][:-1])
+        pauses = state.dist.is_rank_zero and not has_paused
+        if pauses:
+            state.logger.info(
+                f"train.stop_at={state.cfg.train.stop_at:g} is reached: step {state.progress.step} of {state.total_steps}"
+            )
+        state.check_stop(pauses)
 
 
 def profile_steps(state: TrainState) -> profile:

@@ -28,6 +28,15 @@ def pair(chosen, rejected, question="?"):
     }
 
 
+def two_turns(row, **second):
+    """`row` with a second question and answer of `chosen`, of `rejected`, or of both."""
+    turns = {
+        key: [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        for key, (question, answer) in second.items()
+    }
+    return row | {key: [*row[key], *more] for key, more in turns.items()}
+
+
 def list_of(rows):
     return [rows[i] for i in range(len(rows))]
 
@@ -193,8 +202,12 @@ def test_preference_with_a_longer_answer_has_loss_on_both(tokenizer, write, buil
 
 @pytest.mark.parametrize(
     "row, max_length",
-    [(pair("a b c d e f g h", "a b c d e f g z"), 12), (pair("a", "b", question="long " * 30), 20)],
-    ids=["same beginning", "long prompt"],
+    [
+        (pair("a b c d e f g h", "a b c d e f g z"), 12),
+        (pair("a", "b", question="long " * 30), 20),
+        (two_turns(pair("a", "a"), chosen=("And?", "b"), rejected=("long " * 30, "c")), 40),
+    ],
+    ids=["same beginning", "long prompt", "one answer"],
 )
 def test_preference_truncated_before_the_difference_is_dropped_and_counted(write, build, row, max_length):
     rows = build("preference", write([pair("a", "b"), row]), max_length=max_length)
@@ -242,12 +255,6 @@ def test_stats_of_several_chunks_add_up(write, build):
     assert stats_of(rows).tokens == sum(len(row.sequences[0].ids) for row in list_of(rows))
 
 
-def with_more_turns(row):
-    """`row` whose chosen conversation goes on after its first answer."""
-    more = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "b"}]
-    return {**row, "chosen": [*row["chosen"], *more]}
-
-
 BAD = [  # data format, bad row, its reason, its position
     ("text", b'{"text": "a', "invalid JSON", ":2:12"),
     ("text", {"title": "a"}, "wrong keys", ":2"),
@@ -257,7 +264,7 @@ BAD = [  # data format, bad row, its reason, its position
     ("chat", chat(("user", "a")), "no assistant turn", ":2 conversations"),
     ("chat", chat(("user", "a"), ("robot", "b")), "unknown role", ":2 conversations[1].role"),
     ("preference", pair("same", "same"), "chosen equals rejected", ":2"),
-    ("preference", with_more_turns(pair("a", "a")), "no difference", ":2"),
+    ("preference", two_turns(pair("a", "a"), chosen=("And?", "b")), "no difference", ":2"),
 ]
 GOOD = {"text": {"text": "good"}, "chat": chat(("user", "hi"), ("assistant", "ho")), "preference": pair("a", "b")}
 

@@ -137,7 +137,7 @@ def test_pause_comes_after_a_stop_before_its_evaluation(make_run):
         assert (stopped.value.outcome, state.progress.step) == (outcome, 4)
     assert "train.stop_at=0.3 is reached: step 4 of 12" in (state.run_dir / "train.log").read_text()
     state = make_run("sft", *common, folder="run", rows=20, attempt=3)
-    state.metadata.fields["attempts"] = [{"outcome": "interrupted", "step": 4}, {"outcome": "paused", "step": 4}, {}]
+    state.metadata.fields["attempts"] = [{"outcome": "paused", "step": 4}, {"outcome": "killed", "step": 5}, {}]
     train(state)
     assert state.progress.step == 12
 

@@ -129,7 +129,7 @@ def test_kills_of_the_command_change_no_bit_of_the_result(launch: Launch, tmp_pa
             counts["launches"] += 1
             if counts["kills"] == KILLS:
                 code = child.wait(TIMEOUT)
-            elif counts["launches"] % 2:
+            elif counts["kills"] % 2 == 0:
                 code = kill_before_a_step(child, run_dir, rng.uniform(0.3 * first, first))
             else:
                 code = kill_after_a_save(child, run_dir, rng.uniform(0, 0.3 * (end - first)))

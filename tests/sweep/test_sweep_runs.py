@@ -182,9 +182,10 @@ KILLS = faults(3, full=10)  # one of each kind
 def test_sweep_survives_kills_of_driver_job_or_both(
     undisturbed: Path, launch: Launch, rows: Path, tmp_path: Path
 ) -> None:
-    chance, kills = random.Random(10), 0
+    chance, kills, sweeps = random.Random(10), 0, 0
     while kills < KILLS:
-        folder = tmp_path / f"killed{kills}"
+        sweeps += 1
+        folder = tmp_path / f"killed{sweeps}"
         start, output = arguments(folder, rows), rows.parent / "stderr"
         kills = kill_until_completed(launch, start, folder, undisturbed, chance, kills, output)
         assert_same_bits(undisturbed, folder)
@@ -204,12 +205,14 @@ def kill_until_completed(
         while driver.poll() is None and sum(len(steps(folder / name)) for name in names) < limit:
             time.sleep(0.01)
         if kills < KILLS and driver.poll() is None:
-            jobs = children_of(driver.pid)
+            servers = children_of(driver.pid)  # each forks jobs
+            jobs = [job for server in servers for job in children_of(server)]
             # a job last: the driver goes on without it, to the end of the sweep
-            for pid in ([driver.pid], [driver.pid, *jobs], jobs[:1])[kills % 3]:
+            victims = ([driver.pid], [driver.pid, *servers, *jobs], jobs[:1])[kills % 3]
+            for pid in victims:
                 with suppress(ProcessLookupError):  # a job that has ended meanwhile
                     os.kill(pid, signal.SIGKILL)
-            kills += 1
+            kills += bool(victims)
         code = driver.wait(WAIT)  # a driver that lost a job goes on with the others, and fails
         assert code in (0, 1, -9), output.read_text()
         attempts |= {
@@ -222,7 +225,9 @@ def kill_until_completed(
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    with suppress(FileNotFoundError):  # it has ended meanwhile
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
 
 
 @pytest.mark.slow
@@ -306,9 +311,10 @@ def test_halving_of_real_runs_has_the_winner_of_the_grid(
 
 @pytest.mark.slow(long=True)
 def test_halving_survives_kills_of_driver_job_or_both(grid: Path, launch: Launch, rows: Path, tmp_path: Path) -> None:
-    chance, kills = random.Random(3), 0
+    chance, kills, sweeps = random.Random(3), 0, 0
     while kills < KILLS:
-        folder = tmp_path / f"killed{kills}"
+        sweeps += 1
+        folder = tmp_path / f"killed{sweeps}"
         start, output = four_rates(folder, rows, "hydra/sweeper=halving"), rows.parent / "stderr"
         kills = kill_until_completed(launch, start, folder, grid, chance, kills, output)
         assert_halved(grid, folder)

@@ -55,7 +55,7 @@ class StageConfig(CheckedSettings):
 
     name: str  # name of the stage, for init_from=auto and reports
     data_format: str = one_of(*DATA_FORMATS)  # format of the examples: text, chat or preference
-    objective: str  # next_token, dpo, or an objective that a plugin registers
+    objective: str  # a registered objective, e.g. next_token; plugins register others
     lora: Optional[LoraConfig]  # train adapters of these settings; null: train all parameters
     # init_from=auto takes the newest finished run of this stage; null: random weights
     init_from_stage: Optional[str] = field(metadata=IGNORED)

@@ -56,7 +56,7 @@ class OptimizerConfig(CheckedSettings):
     SECTION = "optimizer"
     ON_RESUME = "changes_training"
 
-    # adamw, muon, or an optimizer that a plugin registers
+    # a registered optimizer, e.g. adamw; plugins register others
     name: str = field(metadata=INCOMPATIBLE)
     # largest learning rate (per step), reached after the warmup
     lr: float = within("(0, inf)", "5e-4", "a positive number")
