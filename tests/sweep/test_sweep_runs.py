@@ -1,5 +1,5 @@
-"""Sweeps of real trainings: killed at any moment, continued, stopped, extended; every job ends in the bits of an
-undisturbed sweep.
+"""Sweeps of real trainings: killed when their jobs have logged some records, continued, stopped, extended; every job
+ends in the bits of an undisturbed sweep.
 """
 
 from __future__ import annotations
