@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError
 from common.filesystem import read_bounded, remove_tree, write_atomic_file, write_atomic_files
-from common.paths import CONF_DIR, REPO_ROOT
+from common.paths import CONF_DIR
 from common.registry import plugin_files
 from runner.config.compose import source_files
 from runner.config.overrides import check_stored, is_hydra_override, is_override_list
@@ -30,7 +30,7 @@ from runner.run_dir.saved_config import (
     CONFIG_FILE,
     MAX_YAML_BYTES,
     OVERRIDES_FILE,
-    REPO_INTERPOLATION,
+    freeze_values,
     load_yaml,
     read_saved,
     reject_interpolations,
@@ -76,17 +76,6 @@ def complete_hydra_dir(folder: Path, tree: DictConfig, typed: list[str]) -> None
         save_snapshot(folder, typed)
     except OSError as error:
         raise unusable_error(folder, error) from error
-
-
-def freeze_values(value: Any, written: Any) -> Any:
-    """Return the resolved `value` to be saved in place of `written`; paths below ${repo:} are kept as they are written."""
-    if isinstance(value, dict):
-        return {
-            key: freeze_values(item, written.get(key) if isinstance(written, dict) else None)
-            for key, item in value.items()
-        }
-    is_below_repo = str(written).startswith(REPO_INTERPOLATION)
-    return written if is_below_repo and written.replace(REPO_INTERPOLATION, str(REPO_ROOT), 1) == value else value
 
 
 def write_yaml(path: Path, content: Any) -> None:

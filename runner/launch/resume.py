@@ -287,7 +287,7 @@ def _save_plan(plan: ResumePlan) -> Path:
         new.mkdir()
         for path in SAVED_FILES:
             write_atomic_file(new / path.name, (plan.folder / path).read_bytes())
-    config = snapshot.freeze_values(
+    config = saved_config.freeze_values(
         OmegaConf.to_container(plan.tree, resolve=True), saved_config.load_saved_config(plan.folder)
     )
     snapshot.write_yaml(plan.folder / saved_config.CONFIG_FILE, config)

@@ -73,10 +73,23 @@ def reject_interpolations(value: Any, key: str, path: Path, is_resolved: bool = 
         }
     if isinstance(value, list):
         return [reject_interpolations(item, key, path, is_resolved) for item in value]
-    if is_resolved and isinstance(value, str):
-        if value.startswith(REPO_INTERPOLATION):
-            value = str(REPO_ROOT) + value.removeprefix(REPO_INTERPOLATION)
-        if "${" in value:
-            fix = "write the value itself into the file"
-            raise UserError("the saved config has an interpolation", f"{path}: {key}={value}", fix)
+    if is_resolved and isinstance(value, str) and "${" in (value := rebase_repo_path(value)):
+        raise UserError(
+            "the saved config has an interpolation", f"{path}: {key}={value}", "write the value itself into the file"
+        )
     return value
+
+
+def rebase_repo_path(value: str) -> str:
+    """Return a path that starts with ${repo:} as one of this checkout."""
+    return str(REPO_ROOT) + value.removeprefix(REPO_INTERPOLATION) if value.startswith(REPO_INTERPOLATION) else value
+
+
+def freeze_values(value: Any, written: Any) -> Any:
+    """Return the resolved `value` to be saved in place of `written`; paths below ${repo:} are kept as they are written."""
+    if isinstance(value, dict):
+        return {
+            key: freeze_values(item, written.get(key) if isinstance(written, dict) else None)
+            for key, item in value.items()
+        }
+    return written if isinstance(written, str) and rebase_repo_path(written) == value else value

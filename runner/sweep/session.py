@@ -92,7 +92,7 @@ class SweepSession:
         if has_started(RunMetadata.read(run_dir)) or has_checkpoints(run_dir):
             return [f"resume={run_dir}", *job.pending_overrides]
         overrides, tree = self.job_overrides(job), self.composer.tree(job.overrides, self.derived_overrides(job))
-        config = snapshot.freeze_values(OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree))
+        config = saved_config.freeze_values(OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree))
         with suppress(OSError):  # a job uses a saved data.cache only if it exists; it says why it cannot
             make_dirs(Path(tree.data.cache))
         with RunMetadata.open(run_dir) as metadata:

@@ -13,6 +13,7 @@ from common.errors import UserError
 from common.paths import CONF_DIR, REPO_ROOT
 from runner.config import snapshot
 from runner.config.compose import compose_config, compose_tree, source_files, to_config, without_hydra
+from runner.run_dir import saved_config
 
 TYPED = ["stage=sft", "schedule=linear"]
 
@@ -46,8 +47,8 @@ def test_freeze_values_keeps_what_is_written_of_unchanged_paths_only() -> None:
     """A resume may replace ${repo:}/data by /data, or the other way round."""
     below = {name: f"${{repo:}}/{name}" for name in "abc"}
     resolved = {"a": f"{REPO_ROOT}/a", "b": "/b", "c": f"{REPO_ROOT}/c"}
-    assert snapshot.freeze_values(resolved, below) == {"a": "${repo:}/a", "b": "/b", "c": "${repo:}/c"}
-    assert snapshot.freeze_values(resolved, {"a": "/a", "b": None, "c": f"{REPO_ROOT}/c"}) == resolved
+    assert saved_config.freeze_values(resolved, below) == {"a": "${repo:}/a", "b": "/b", "c": "${repo:}/c"}
+    assert saved_config.freeze_values(resolved, {"a": "/a", "b": None, "c": f"{REPO_ROOT}/c"}) == resolved
 
 
 @pytest.mark.slow
